@@ -15,7 +15,7 @@ from amp_core.testing.suite.multiply import BAD
 from amp_core.testing.suite.tensors import LENGTHS, chunk_edges
 
 ORDERS = (2.0, 1.0, 3.0, 0.5, 2.5, math.inf)
-RARE_ORDERS = (2, 3, 0.75, 1.25, 4.0, 10.0)
+RARE_ORDERS = (2, 3, 0.25, 0.75, 1.25, 1.5, 4.0, 6.0, 10.0, 12.0)
 
 
 class GradStatsConformance(Judge):
@@ -93,6 +93,29 @@ class GradStatsConformance(Judge):
         if self.keeps_subnormals:
             stats = self._judge_stats([torch.full((4,), 1e-40).to(self.device)])
             assert math.isclose(float(stats.norm), 2e-40, rel_tol=1e-3)
+            self._judge_norms_of_subnormals()
+        self._judge_flags_of_large_numbers()
+
+    def _judge_norms_of_subnormals(self) -> None:
+        """Small float16 gradients are subnormal long before they vanish; a norm of zeros clips nothing."""
+        for dtype in self.dtypes():
+            if dtype is not torch.float64:  # whose squares are zero, and whose norms are as small as an error
+                tiny = torch.finfo(dtype).smallest_normal
+                values = torch.tensor([tiny / 2, -tiny / 4, tiny / 8], dtype=dtype)
+                self._measured([values], 2.0, 1.0, 3.0, math.inf)
+
+    def _judge_flags_of_large_numbers(self) -> None:
+        """Powers, sums and moduli of the largest numbers overflow every dtype: no reason to skip a step."""
+        for dtype in self._gradient_dtypes():
+            top = torch.finfo(dtype).max
+            values = torch.full((33,), complex(top, -top) if dtype.is_complex else top, dtype=dtype)
+            for order in (2.0, 1.0, 0.25, 3.0, 10.0, math.inf):
+                stats = self.kernels.grad_stats([values.to(self.device)], order)
+                flags = float(stats.nonfinite), float(stats.found_inf)
+                assert flags == (0.0, 0.0), (
+                    f"nonfinite and found_inf are {flags} for the largest numbers of {dtype}, with the order "
+                    f"{order}: an overflow of the norm, or of a modulus, is none of a gradient"
+                )
 
     def test_grad_stats_of_nothing(self) -> None:
         """No gradients, or none with an element: norm 0, no flag, and the promised shapes."""
