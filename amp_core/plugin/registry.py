@@ -187,7 +187,7 @@ def _check(backend: Backend, owner: Owner) -> None:
             f"lower case and without an index; it is {found}."
         )
     version = getattr(backend, "api_version", None)
-    if not isinstance(version, int):
+    if not isinstance(version, int) or isinstance(version, bool):
         raise BackendLoadError(
             f"{name} of {owner} does not say which version of the backend API it implements. Set "
             f"`api_version = {API_VERSION}` in the class, an int."

@@ -182,6 +182,7 @@ ATTRIBUTES: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a value for a method": ({"supported_dtypes": (torch.float16,)}, "it is (torch.float16,)"),
     "no hash": ({"__eq__": lambda *_: True, "__hash__": None}, "must also define __hash__"),
+    "a version that is a bool": ({"api_version": True}, "Set `api_version = 1` in the class, an int"),
     "a version in words": ({"api_version": "1"}, "Set `api_version = 1` in the class, an int"),
     "a method for the device type": ({"device_type": lambda _: "cpu"}, "it is a method"),
 }  # fmt: skip
