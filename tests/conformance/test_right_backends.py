@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from amp_backend_cuda.backend import CudaBackend
 from amp_core.kernels import GradStats, Portable
 from amp_core.plugin import Availability, Refusal
 from amp_core.policy import OpPolicy
@@ -206,3 +207,14 @@ def test_a_right_backend_passes(name):
     failed = [(r.check, r.message) for r in report.results if r.outcome == "failed"]
     assert not failed
     assert {r.area for r in report.results if r.outcome == "passed"} == set(areas)
+
+
+def test_the_built_in_cuda_backend_may_admit_what_torch_admits(monkeypatch):
+    """`amp check cuda` would fail on every GPU: torch's regions on CUDA take float64."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda *_, **__: True)
+    report = check(CudaBackend(), areas=["dtypes", "regions"], keyword="others_refused or refuses_an")
+    assert [(r.outcome, r.message) for r in report.results] == [
+        ("passed", ""),
+        ("skipped", "torch's own regions on cuda admit every dtype"),
+    ]

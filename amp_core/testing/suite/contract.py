@@ -8,6 +8,7 @@ import warnings
 import pytest
 import torch
 
+from amp_core._torch.autocast import is_device_type
 from amp_core.kernels import Portable
 from amp_core.plugin import API_VERSION, Availability, Refusal
 from amp_core.plugin.default_manager import backends
@@ -17,6 +18,8 @@ from amp_core.policy.native_rules import native_rules
 from amp_core.regions.region import autocast
 from amp_core.testing.fixtures import BackendFixtures
 from amp_core.testing.suite import data
+
+_SMALLEST_BUCKET = 1 << 16
 
 
 class AvailabilityConformance(BackendFixtures):
@@ -69,9 +72,12 @@ class AvailabilityConformance(BackendFixtures):
     def test_backend_names_its_device_and_contract(self) -> None:
         """The registry files it under these. The word "no" counts as yes; a misspelt name as none at all."""
         assert self.backend.device_type == self.device_type == self.device.type
-        assert self.backend.api_version == API_VERSION
+        version = self.backend.api_version
+        assert type(version) is int, f"api_version is {version!r}, not {API_VERSION}, a literal int"
+        assert version == API_VERSION
         wrong = wrong_attribute(self.backend, read=True)
         assert not wrong, wrong
+        self._judge_attributes()
         for made in (self.backend, self.kernels, self.backend.scaled_products(), self):
             for name, near in _near_names(made).items():
                 raise AssertionError(
@@ -82,6 +88,20 @@ class AvailabilityConformance(BackendFixtures):
             assert not self.backend.has_float64, "the device lacks float64: set has_float64 = False"
             wide = isinstance(self.kernels, Portable) and self.kernels._has_float64
             assert not wide, "the device lacks float64: build the kernels with has_float64=False"
+
+    def _judge_attributes(self) -> None:
+        """A name that nothing has, or a number in another unit, has no effect or a costly one."""
+        backend, served = self.backend, {*backends()} - {self.device_type}
+        for name in backend.also_casts:
+            assert is_device_type(name), f"also_casts has {name!r}, which is no device type in torch"
+        for alias in backend.aliases:
+            assert alias not in served, f"aliases has {alias!r}, which is the device type of another backend"
+            assert alias == alias.lower() != "", f"aliases has {alias!r}; names are looked up in lower case"
+        nbytes = backend.grad_bucket_nbytes
+        assert nbytes >= _SMALLEST_BUCKET, (
+            f"grad_bucket_nbytes is {nbytes}, so a kernel reads nearly each gradient alone. It is a number "
+            f"of bytes: {_SMALLEST_BUCKET} or more, such as the default, 32 << 20"
+        )
 
     def test_questions_do_no_work_on_the_device(self) -> None:
         """Regions ask when they are built; a device context must not come from asking."""
@@ -160,11 +180,13 @@ class DtypeConformance(BackendFixtures):
         for dtype in supported:
             assert self.backend.autocast_refusal(dtype) is None, f"{dtype} is supported, yet refused"
         for dtype in (torch.float64, torch.int32, torch.bool):
+            assert self.backend.dtype_reason(dtype).strip()
+            if data.torch_admits(self.device_type, dtype):  # on CUDA, any; code that moves here must run
+                continue
             refusal = self.backend.autocast_refusal(dtype)
             assert isinstance(refusal, Refusal), f"{dtype} is not supported, yet admitted"
             assert refusal.message.strip()
             assert isinstance(refusal.error, bool), f"Refusal.error is {refusal.error!r}"
-            assert self.backend.dtype_reason(dtype).strip()
 
     def test_float32_is_admitted(self) -> None:
         """``autocast(device, dtype=torch.float32)`` is a region on every device: low-precision ops widen."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import re
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields, replace
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from amp_core._torch.autocast import torch_autocast
 from amp_core._torch.dispatcher import short_name
 from amp_core._torch.tracing import TorchDispatchMode
 from amp_core.formats import Quantized, Recipe, quantize
@@ -122,20 +124,38 @@ def wording(text: str) -> str:
     return re.sub(r"\d+", "0", text)
 
 
+ASKED = (
+    torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.float8_e4m3fn, torch.complex64,
+    torch.int32,
+)  # fmt: skip
+"""Dtypes that users name: some are supported, others are admitted or refused in words."""
+
+
 def queries(backend: Backend) -> dict[str, Callable[[], Any]]:
-    """Return a call of each hook of `backend`."""
+    """Return a call of each hook of `backend`; one that takes a dtype is called with each of `ASKED`."""
     return {
         "availability": backend.availability,
         "default_dtype": backend.default_dtype,
         "supported_dtypes": backend.supported_dtypes,
-        "dtype_reason": lambda: backend.dtype_reason(torch.int32),
-        "autocast_refusal": lambda: backend.autocast_refusal(torch.int32),
+        "dtype_reason": lambda: tuple(map(backend.dtype_reason, ASKED)),
+        "autocast_refusal": lambda: tuple(map(backend.autocast_refusal, ASKED)),
         "scaler_refusal": backend.scaler_refusal,
         "op_policy": backend.op_policy,
         "recommended_recipe": backend.recommended_recipe,
         "kernels": backend.kernels,
         "scaled_products": backend.scaled_products,
     }
+
+
+def torch_admits(device_type: str, dtype: torch.dtype) -> bool:
+    """Whether torch's own region for the device is enabled with `dtype`, of which it says nothing."""
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        try:
+            torch_autocast(device_type, dtype=dtype)
+        except RuntimeError:
+            return False
+    return not said
 
 
 @contextmanager

@@ -217,10 +217,15 @@ class EffectsConformance(Judge):
             "no_grad": torch.no_grad(),
             "inference mode": torch.inference_mode(),
             "a region": autocast(self.device_type),
+            "a disabled region": autocast(self.device_type, enabled=False),
+            "a program with another default dtype": data.default_dtype(torch.float64),
+            "a program with another default device": torch.device("meta"),
         }
         for name, context in contexts.items():
             with context:
-                assert self._answers() == alone, f"the hooks answer otherwise in {name}"
+                answers = self._answers()
+            other = {hook: (alone[hook], answer) for hook, answer in answers.items() if answer != alone[hook]}
+            assert not other, f"hooks answer otherwise in {name} (alone, there): {other}"
 
     def test_kernels_are_named(self) -> None:
         """``amp backends`` shows the name, and the reason where there is one."""
@@ -237,6 +242,8 @@ class EffectsConformance(Judge):
 
 def _lasting(answer: Any) -> Any:
     """Return the part of an answer that may not change; numbers may, such as that of free bytes."""
+    if isinstance(answer, tuple):
+        return tuple(map(_lasting, answer))
     if isinstance(answer, Availability):
         return answer.usable
     if isinstance(answer, ScaledProducts):  # it may be made anew each time
