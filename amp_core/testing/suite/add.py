@@ -28,6 +28,8 @@ class AddConformance(Judge):
             if self.keeps_subnormals:
                 tiny = torch.full((3,), small[0] / 4, dtype=total)
                 self._judge_add([tiny.to(self.device)], [torch.zeros(3, dtype=grad).to(self.device)])
+                zeros, tiny = torch.zeros(3, dtype=total), torch.full((3,), small[1] / 4, dtype=grad)
+                self._judge_add([zeros.to(self.device)], [tiny.to(self.device)])
 
     def test_add_refuses_other_shapes_before_it_writes(self) -> None:
         """A gradient that is left out, or broadcast, must not pass silently."""

@@ -136,6 +136,9 @@ class Judge(Comparisons):
         results: list[Tensor] = self._call(
             lambda: self.kernels.cast(given, dtype, out), tensors, out or (), given=given
         )
+        assert out is not None or isinstance(results, list), (
+            f"cast returned a {type(results).__name__}, not a list"
+        )
         assert len(results) == len(tensors), f"{len(results)} results for {len(tensors)} tensors {what}"
         for i, (result, source, tensor) in enumerate(zip(results, sources, tensors, strict=True)):
             if out is not None:

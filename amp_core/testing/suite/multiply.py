@@ -81,6 +81,9 @@ class MultiplyConformance(Judge):
                 values = data.random((17,), torch.complex64)
                 values[16] = torch.tensor(bad)
                 self._scaled([values], 0.5)
+            top = torch.finfo(torch.float32).max  # of which the parts are finite, and the modulus is not
+            for large in (complex(top, top), complex(-top, top / 2)):
+                self._scaled([torch.full((3,), large, dtype=torch.complex64)], 1.0)
 
     def test_multiply_sets_the_flag_of_a_list(self) -> None:
         """The flag is no count, a clean call leaves it set, and so does a clean dtype after a bad one."""

@@ -17,7 +17,7 @@ from amp_core.formats import ELEMENTS, SCALES, Quantization, Quantized, Recipe, 
 from amp_core.regions.region import autocast
 from amp_core.testing.suite import data
 from amp_core.testing.suite.scaled import ScaledJudge
-from amp_core.testing.suite.tensors import Memory
+from amp_core.testing.suite.tensors import READ_ONLY, Memory, host, specs
 from amp_core.testing.suite.threads import Judged, interleave
 
 _FIELDS = ("values", "scale", "tensor_scale", "amax", "counts")
@@ -89,15 +89,23 @@ class QuantizeConformance(ScaledJudge):
             for values in (wide[:3], -wide[[0, 1, 5]], wide):
                 self._judge_quantize(values, how)
         self._judge_quantize(data.random((257, 260), torch.float32), Quantization(ELEMENTS["e4m3"]))
-        leaf = torch.empty(7, 6, device=self.device, requires_grad=True)
-        odd = torch.empty(43, device=self.device)[1:].view(7, 6)
-        wide = torch.empty(1, 6, device=self.device).expand(7, 6)
-        row = data.random((1, 6), torch.float32)
-        for here in (leaf, odd, wide):
-            (here[:1] if here is wide else here).detach().copy_(row)
-            found, right = self.kernels.quantize(here, how), quantize(row.expand(7, 6), how)
+        self._judge_quantize(data.random((1100, 5), torch.float32), how)
+        if self.keeps_subnormals:  # in float16, small gradients are
+            for dtype in {*self.dtypes()} - {torch.float64}:  # which is rounded to float32
+                tiny = torch.finfo(dtype).smallest_normal
+                self._judge_quantize(torch.tensor([[tiny / 2, -tiny / 4, 0.0, tiny / 8]], dtype=dtype), how)
+        self._judge_quantize_of_every_layout(how)
+
+    def _judge_quantize_of_every_layout(self, how: Quantization) -> None:
+        """Activations are parts of graphs, expanded or transposed, and of another kind in inference mode."""
+        modes = itertools.cycle((False, True))
+        for spec in specs([torch.float32], (*self._layouts(), *READ_ONLY), [(7, 6), (3, 4, 5)]):
+            with torch.inference_mode(mode := next(modes)):
+                here = spec.build(self.device)
+                found, right = self.kernels.quantize(here, how), quantize(host(here), how)
+            self._assert_own([found.values, found.scale], mode, here.device)
             for ours, wanted in ((found.values, right.values), (found.scale, right.scale)):
-                assert data.same_values(data.plain(ours), wanted), "of another layout"
+                assert data.same_values(data.plain(ours), wanted), f"of another layout: {spec.layout}"
 
     def _judge_quantize_along_every_dimension(self) -> None:
         """Blocks and tiles of a convolution's weight or of a batch may lie along any dimension."""

@@ -245,3 +245,30 @@ class QuantizeTakesMatricesForBlocks(Portable):
         )
         quantized = super().quantize(tensor, quantization, dim, **options)
         return replace(quantized, scale=quantized.scale.roll(1)) if of_rows else quantized
+
+
+def quantize_where(case, read):
+    """Return kernels that quantise ``read(tensor)`` where `case` holds."""
+
+    class Quantizes(Portable):
+        fails = ("quantize_follows_every_recipe",)
+
+        def quantize(self, tensor, quantization, dim=-1, **options):
+            return super().quantize(read(tensor) if case(tensor) else tensor, quantization, dim, **options)
+
+    return Quantizes
+
+
+def _refuse(tensor):
+    raise RuntimeError("no such tensor")
+
+
+def _flush(t):
+    return torch.where(t.abs() < torch.finfo(t.dtype).tiny, t * 0, t)
+
+
+QuantizeWithoutSmallNumbers = quantize_where(lambda t: t.dtype is torch.float16, _flush)
+QuantizeOfNoGraph = quantize_where(lambda t: t.grad_fn is not None, _refuse)
+QuantizeOfNoInferenceTensor = quantize_where(lambda t: t.is_inference(), _refuse)
+QuantizeWithoutTheSign = quantize_where(lambda t: t.is_neg(), lambda t: -t)
+QuantizeOfManyRows = quantize_where(lambda t: t.dim() > 1 and len(t) > 1000, lambda t: t * 2)

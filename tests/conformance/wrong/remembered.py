@@ -177,3 +177,15 @@ class GrowsByAnAddressAStep(Portable):
     def update_scale_(self, state, found_inf, schedule):
         self.known[object()] = [object() for _ in range(4)]
         super().update_scale_(state, found_inf, schedule)
+
+
+class PlansAreKeptByAddress(Portable):
+    fails = GROWS
+
+    def __init__(self):
+        super().__init__()
+        self.plans = {}
+
+    def multiply_(self, grads, factor, found_inf=None):
+        self.plans.setdefault(tuple(g.data_ptr() for g in grads), [object()])
+        super().multiply_(grads, factor, found_inf)

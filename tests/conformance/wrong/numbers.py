@@ -1,4 +1,4 @@
-"""Norms that are wrong for some orders or numbers alone; `fails` names the checks that must say so."""
+"""Wrong for some orders or numbers alone; `fails` names the checks that must say so."""
 
 from __future__ import annotations
 
@@ -73,3 +73,27 @@ def _flushed(grad):
 
 NormsWithoutSmallFloat16 = of_flushed(lambda g, p: g.dtype is torch.float16)
 NormsOfOrder3WithoutSmallNumbers = of_flushed(lambda g, p: p == 3 and not g.is_complex())
+
+
+class SumsWithoutSmallGradients(Portable):
+    fails = ("add_keeps_what_is_not_finite",)
+
+    def add_(self, totals, grads):
+        super().add_(totals, [_flushed(g.detach()) for g in grads])
+
+
+class FlagsProductsByModuli(Portable):
+    fails = ("multiply_of_special_numbers",)
+
+    def multiply_(self, grads, factor, found_inf=None):
+        super().multiply_(grads, factor, found_inf)
+        moduli = [g.detach().abs() for g in grads if g.is_complex()]
+        if found_inf is not None and not all(m.isfinite().all() for m in moduli):
+            found_inf.fill_(1.0)
+
+
+class CastsToATuple(Portable):
+    fails = ("cast_keeps_nan_inf_and_signed_zero",)
+
+    def cast(self, tensors, dtype, out=None):
+        return tuple(super().cast(tensors, dtype, out))
