@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -36,7 +37,7 @@ class QuantizeConformance(ScaledJudge):
         here = torch.empty_like(x, device=self.device).copy_(x)
         given = {k: v.to(self.device) if isinstance(v, Tensor) else v for k, v in options.items()}
         packed = packed and self.supports_float8
-        memory = Memory([here], [])
+        memory = Memory([here, *(v for v in given.values() if isinstance(v, Tensor))])
         with self._context():
             result = self.kernels.quantize(here, how, dim, packed=packed, **given)
         memory.check()
@@ -78,8 +79,8 @@ class QuantizeConformance(ScaledJudge):
     def _judge_quantize_of_many_kinds(self) -> None:
         """More dimensions, unusual values and a given amax: what recipes rarely meet."""
         how = Quantization(ELEMENTS["e4m3"], "row")
-        x = data.random((2, 3, 4, 5), torch.float32)
-        for dim in (0, 1, 2, -4):
+        x = data.random((2, 3, 2, 2, 5), torch.float32)
+        for dim in (0, 1, 3, -5):
             self._judge_quantize(x, how, dim)
         self._judge_quantize(x * 1e-32, how)
         if self.supports_float64:  # numbers that float32 would round to ties, to inf, and to 0
@@ -217,13 +218,18 @@ class QuantizeConformance(ScaledJudge):
     def _judge_the_moment_of_quantizing(self) -> None:
         """A result kept for a tensor is stale once an optimizer has written it through `data`."""
         how, here = Quantization(ELEMENTS["e4m3"]), torch.zeros(4, 32, device=self.device)
-        top = data.scalar(1.0, self.device)
+        top, random = data.scalar(1.0, self.device), replace(how, rounding="stochastic")
+        bits = torch.tensor(0).to(self.device)
         for seed in range(2):
             here.data.copy_(values := data.random((4, 32), torch.float32, seed))
             top.data.fill_(3.0 + seed)
             for given, amax in ((None, None), (top, torch.tensor(3.0 + seed))):
                 found, right = self.kernels.quantize(here, how, amax=given), quantize(values, how, amax=amax)
                 assert data.same_values(data.plain(found.values), right.values), f"in call {seed}"
+            bits.data.fill_(seed + 5)
+            found = self.kernels.quantize(here, random, seed=bits)
+            right = quantize(values, random, seed=torch.tensor(seed + 5))
+            assert data.same_values(data.plain(found.values), right.values), f"by the seed of call {seed}"
 
     def test_quantize_refuses_what_it_cannot_take(self) -> None:
         """A wrong argument would read memory out of bounds, or be taken for another argument."""

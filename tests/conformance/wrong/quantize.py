@@ -272,3 +272,22 @@ QuantizeOfNoGraph = quantize_where(lambda t: t.grad_fn is not None, _refuse)
 QuantizeOfNoInferenceTensor = quantize_where(lambda t: t.is_inference(), _refuse)
 QuantizeWithoutTheSign = quantize_where(lambda t: t.is_neg(), lambda t: -t)
 QuantizeOfManyRows = quantize_where(lambda t: t.dim() > 1 and len(t) > 1000, lambda t: t * 2)
+
+
+class QuantizeKeepsTheSeed(QuantizerOfArguments):
+    fails = ("quantize_repeats_itself",)
+    known = {}  # noqa: RUF012
+
+    def other(self, tensor, seed, amax):
+        kept = self.known.setdefault(id(seed), seed.clone()) if isinstance(seed, torch.Tensor) else seed
+        return tensor, kept, amax
+
+
+class QuantizeWritesTheAmax(QuantizerOfArguments):
+    fails = RECIPES
+
+    def other(self, tensor, seed, amax):
+        return tensor, seed, None if amax is None else amax.mul_(1.0)
+
+
+QuantizeOfManyDimensions = quantize_where(lambda t: t.dim() > 4, lambda t: t * 2)
