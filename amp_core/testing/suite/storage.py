@@ -127,11 +127,12 @@ class StorageConformance(Judge):
 
     def _judge_a_list_of_weights(self) -> None:
         """Every weight of a list is split and joined, each into the kind that is kept of it."""
-        wides = [data.random((n,), torch.float32, n) for n in (5, 17, 3)]
+        wides = [data.random((n,), torch.float32, n) for n in (5, 17, 3, *range(1, 40))]
         lows = [torch.zeros_like(w, dtype=torch.bfloat16) for w in wides]
-        kinds = (torch.int16, torch.bfloat16, torch.int16)
-        kept = [torch.zeros_like(w, dtype=kind) for w, kind in zip(wides, kinds, strict=True)]
-        here, *parts = ([self._here(t) for t in some] for some in (wides, lows, kept))
+        kinds = itertools.cycle((torch.int16, torch.bfloat16, torch.int16))
+        kept = [torch.zeros_like(w, dtype=kind) for w, kind in zip(wides, kinds, strict=False)]
+        here, *parts = (tuple(self._here(t) for t in some) for some in (wides, lows, kept))
+        parts[0][-1].requires_grad_()  # as the weights of a model are
         PORTABLE.split_([w.clone() for w in wides], lows, kept)
         self.kernels.split_(here, *parts)
         joined, expected = ([torch.zeros_like(w) for w in some] for some in (here, wides))
@@ -152,6 +153,7 @@ class StorageConformance(Judge):
             self._judge_round(weights, key, next(layouts), turn)
         for layout in _LAYOUTS:
             self._judge_round(weights[-2:], _KEYS[2], layout)
+        self._judge_round([data.random((n,), torch.float32, n) for n in range(1, 40)], _KEYS[2])
         self._judge_round([data.random((self.large_numel // 16,), torch.float32)], _KEYS[1], turn=1)
         self.kernels.round_([], [], [], [])
 

@@ -234,3 +234,30 @@ class StorageWaits(Portable):
         super().join_(wides, lows, kept)
         if any(bool(wide.isnan().any()) for wide in wides):
             return
+
+
+class StorageSplitsAFewWeights(Portable):
+    fails = SPLITS
+
+    def split_(self, wides, lows, kept):
+        super().split_(wides, lows, kept)
+        for low in lows[32:]:
+            low.detach().zero_()
+
+
+class StorageSplitsNoParameters(Portable):
+    fails = SPLITS
+
+    def split_(self, wides, lows, kept):
+        if any(low.requires_grad for low in lows):
+            raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation")
+        super().split_(wides, lows, kept)
+
+
+class StorageRoundsAFewWeights(Portable):
+    fails = ROUNDS
+
+    def round_(self, wides, lows, keys, numbers):
+        super().round_(wides, lows, keys, numbers)
+        for low in lows[32:]:
+            low.zero_()
