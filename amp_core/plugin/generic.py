@@ -33,7 +33,10 @@ class TorchBackend(Backend):
             return Availability(False, f"{what} {described(error)}")
         if not usable:
             return Availability(False, f"torch.{self.device_type}.is_available() is False")
-        return Availability(True, f"torch.{self.device_type}.is_available() is True")
+        found = f"torch.{self.device_type}.is_available() is True"
+        if type(self) is not TorchBackend:
+            return Availability(True, found)
+        return Availability(True, f"{found}; amp-core's generic backend serves it, as no package loaded does")
 
     def default_dtype(self) -> torch.dtype:
         return torch.get_autocast_dtype(self.device_type)

@@ -414,3 +414,12 @@ def test_a_plugin_that_another_thread_imports_asks_for_backends(question: str, t
     paths = os.pathsep.join([str(tmp_path), *sys.path])
     command = [sys.executable, "-c", IMPORTED_BY_ANOTHER_THREAD]
     subprocess.run(command, env={**os.environ, "PYTHONPATH": paths}, check=True, timeout=120)
+
+
+def test_the_generic_backend_says_that_no_package_serves_the_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """`amp check` passes for a device whose own backend is not found, as its entry point is misspelt."""
+    monkeypatch.setattr(torch, "hpu", SimpleNamespace(is_available=lambda: True), raising=False)
+    reason = amp_core.get_backend("hpu").availability().reason
+    assert "amp-core's generic backend serves it, as no package loaded does" in reason
