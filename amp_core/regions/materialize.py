@@ -234,7 +234,12 @@ def _place(error: BaseException, model: nn.Module) -> str:
     """Return the innermost line, in a file with a `forward` of `model`, from which `error` came."""
     methods = (getattr(type(module), "forward", None) for module in model.modules())
     forwards = {inspect.unwrap(method) for method in methods if method is not None}
-    codes = {f.__code__ for f in forwards if hasattr(f, "__code__") and not f.__module__.startswith("torch.")}
+    # The module of code that was made at run time, as that of torch.fx, is None.
+    codes = {
+        f.__code__
+        for f in forwards
+        if hasattr(f, "__code__") and not (f.__module__ or "").startswith("torch.")
+    }
     files = {code.co_filename for code in codes}
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if frame.filename in files:

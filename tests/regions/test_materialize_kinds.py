@@ -169,3 +169,25 @@ def test_models_that_are_wrapped_for_several_ranks(one_rank: None, wrap: Any, te
     with pytest.raises(MaterializeError, match=text):
         materialize(model, (x,))
     assert model(x).shape == (2, 4)
+
+
+class Forks(nn.Module):
+    """A model that is no graph."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if x.sum() > 0 else -x
+
+
+class Leaves(torch.fx.Tracer):
+    """Traces a model, but not the modules in it."""
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return True
+
+
+def test_the_place_is_named_among_code_that_was_made_at_run_time() -> None:
+    """What cannot be traced within a model of torch.fx ends in an AttributeError of amp-core."""
+    model = nn.Sequential(nn.Linear(2, 2), Forks())
+    made = torch.fx.GraphModule(model, Leaves().trace(model))
+    with pytest.raises(MaterializeError, match=r'in forward: "return x if x\.sum\(\) > 0'):
+        materialize(made, (torch.ones(1, 2),))
