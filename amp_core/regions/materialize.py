@@ -68,7 +68,8 @@ def materialize(
 
     Raises:
         MaterializeError: the model cannot be written as one graph (the message names the line), is sharded or
-            wrapped in DistributedDataParallel, or the check failed.
+            wrapped in DistributedDataParallel, is compiled by TorchScript, is not initialised, or the check
+            failed.
         PolicyError: `policy` is for another device or has recipes, or a region inside the model has a policy
             of its own.
         BackendNotFoundError: no backend serves the device type.
@@ -90,7 +91,7 @@ def materialize(
     if not isinstance(kwargs, Mapping | None):
         raise TypeError(f"kwargs= must map names to arguments, not {kwargs!r}.")
     kwargs = dict(kwargs or {})
-    _check_unwrapped(model)
+    _check_whole(model)
     if device_type is None:
         first = next(model.parameters(), None)
         device_type = "cpu" if first is None else first.device.type
@@ -127,8 +128,8 @@ def materialize(
     return graph_module
 
 
-def _check_unwrapped(model: nn.Module) -> None:
-    """Raise MaterializeError if `model` is wrapped for several ranks; a trace would leave FSDP broken."""
+def _check_whole(model: nn.Module) -> None:
+    """Raise MaterializeError if no trace can see all of `model`; one would leave FSDP broken."""
     for name, module in model.named_modules():
         where = f"The module {name!r}" if name else "The model"
         if isinstance(module, nn.parallel.DistributedDataParallel):
@@ -140,6 +141,14 @@ def _check_unwrapped(model: nn.Module) -> None:
                 f"{where} is sharded, and a graph needs whole weights. Call materialize before the model is "
                 f"sharded, or on a plain model that has loaded its full state dict."
             )
+        if isinstance(module, torch.jit.ScriptModule):
+            raise MaterializeError(
+                f"{where} is compiled by TorchScript, which casts by rules of its own. Call materialize "
+                f"before torch.jit.script or torch.jit.trace."
+            )
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if nn.parameter.is_lazy(tensor):
+            raise MaterializeError(f"{name} is not initialised yet. Call the model once before materialize.")
 
 
 def _traced(

@@ -191,3 +191,23 @@ def test_the_place_is_named_among_code_that_was_made_at_run_time() -> None:
     made = torch.fx.GraphModule(model, Leaves().trace(model))
     with pytest.raises(MaterializeError, match=r'in forward: "return x if x\.sum\(\) > 0'):
         materialize(made, (torch.ones(1, 2),))
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit")
+@pytest.mark.parametrize("traces", [False, True])
+@pytest.mark.parametrize("inside", [False, True])
+def test_torchscript_is_refused(traces: bool, inside: bool) -> None:
+    """The error is one of a container of TorchScript, and the advice about control flow that there is not."""
+    layer, x = nn.Linear(2, 2).eval(), torch.ones(1, 2)
+    compiled = torch.jit.trace(layer, x) if traces else torch.jit.script(layer)
+    model = nn.Sequential(compiled) if inside else compiled
+    where = "The module '0'" if inside else "The model"
+    with pytest.raises(MaterializeError, match=f"{where} is compiled by TorchScript.*before torch.jit"):
+        materialize(model, (x,))
+
+
+@pytest.mark.parametrize("lazy", [nn.LazyLinear(2), nn.LazyBatchNorm1d(affine=False)])
+def test_a_model_that_is_not_initialised_is_refused(lazy: nn.Module) -> None:
+    """The advice is about control flow on values, while the model has only to be called once."""
+    with pytest.raises(MaterializeError, match=r"0\.\w+ is not initialised yet\. Call the model once"):
+        materialize(nn.Sequential(lazy), (torch.ones(4, 2),))
