@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from typing import Any
+from types import CodeType
+from typing import Any, cast
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
@@ -23,12 +24,20 @@ _SUSPENDED = inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.i
 
 
 class _Forward(functools.partial[Any]):
-    """What replaces a forward, with its signature: `torch.export` and trainers ask for argument names."""
+    """What replaces a forward, with what others read of it: trainers its arguments, Dynamo the code of fx."""
+
+    @property
+    def _replaced(self) -> Any:
+        module, _, wrapped = self.args
+        return type(module).forward.__get__(module) if wrapped is None else wrapped
 
     @property
     def __signature__(self) -> inspect.Signature:
-        module, _, wrapped = self.args
-        return inspect.signature(type(module).forward.__get__(module) if wrapped is None else wrapped)
+        return inspect.signature(self._replaced)
+
+    @property
+    def __code__(self) -> CodeType:
+        return cast("CodeType", self._replaced.__code__)
 
 
 class ReplacedForward:

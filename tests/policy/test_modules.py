@@ -150,6 +150,17 @@ def test_copies_of_a_compiled_module_have_its_rules(duplicate: Callable[[nn.Modu
         assert (model(x).dtype, twin(x).dtype) == (LOW, HIGH)
 
 
+@pytest.mark.parametrize("rules", ["fp32", {"linear": "fp32"}])
+@pytest.mark.parametrize("exported", [False, True])
+def test_a_model_of_fx_with_rules_compiles(exported: bool, rules: object) -> None:
+    """Dynamo reads the code of the forward of a graph module: an AttributeError about one of our classes."""
+    model, x = nn.Sequential(nn.Linear(4, 4)), torch.ones(1, 4)
+    graph = torch.export.export(model, (x,)).module() if exported else torch.fx.symbolic_trace(model)
+    for outer, glob in ((graph, ""), (nn.Sequential(graph), "0")):
+        with apply_policy(outer, {glob or graph: rules}), autocast("cpu"):
+            assert torch.compile(outer, backend="eager", fullgraph=True)(x).dtype is HIGH
+
+
 def test_a_later_rule_of_a_compiled_module_wins() -> None:
     """A glob that selects a compiled module and what is in it overrides the rule that comes after it."""
     model, x = nn.Sequential(nn.Linear(4, 4)), torch.ones(2, 4)
