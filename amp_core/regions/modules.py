@@ -74,6 +74,8 @@ def apply_policy(
         ('0', '1')
     """
     check_module(model, "apply_policy")
+    if isinstance(model, torch.jit.ScriptModule):
+        raise PolicyError(_SCRIPTED.format(which="model"))
     if device_type is None:
         device_type = _device_type(model)
     check_device_type(device_type)
@@ -88,7 +90,7 @@ def apply_policy(
             for name in names:
                 module = uncompiled(model.get_submodule(name))
                 if isinstance(module, torch.jit.ScriptModule):
-                    raise PolicyError(_SCRIPTED.format(name=name))
+                    raise PolicyError(_SCRIPTED.format(which=f"module {name!r}"))
                 known, below = planned.get(module, (name, None))
                 planned[module] = known, region.on_top_of(below)
         except PolicyError as error:
@@ -103,7 +105,7 @@ def apply_policy(
 
 
 _SCRIPTED = (
-    "The module {name!r} is compiled by TorchScript, which runs it by op rules of its own. Select only "
+    "The {which} is compiled by TorchScript, which runs it by op rules of its own. Select only "
     "modules that torch.jit.script and torch.jit.trace have not compiled."
 )
 

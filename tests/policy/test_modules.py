@@ -291,6 +291,8 @@ def test_rules_of_scripted_modules_are_refused(make: Callable[[nn.Module], nn.Mo
     with pytest.raises(PolicyError, match=r"'1' is compiled by TorchScript"):
         apply_policy(model, {"*": "fp32"})
     assert "forward" not in vars(model[0])
+    with pytest.raises(PolicyError, match=r"The model is compiled by TorchScript"):
+        apply_policy(model[1], {nn.Module: "fp32"})
 
 
 class InParts(nn.Module):
