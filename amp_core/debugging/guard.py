@@ -44,6 +44,11 @@ class Guard(Attached):
         self, model: nn.Module, steps: Container[int] | Callable[[int], bool] | None, patience: int
     ) -> None:
         check_module(model, "guard")
+        if isinstance(model, torch.jit.ScriptModule):  # which takes no hooks
+            raise TypeError(
+                "guard() cannot see into the model, which TorchScript has compiled. Guard the model before "
+                "torch.jit.script or torch.jit.trace, or a module that contains it."
+            )
         if steps is not None and not callable(steps) and not _are_numbers(steps):
             raise TypeError(f"steps= must be a collection of numbers, or a function of one, not {steps!r}.")
         self._chosen = steps if callable(steps) else (() if steps is None else steps).__contains__
@@ -269,7 +274,8 @@ def guard(
         The guard, which is active already.
 
     Raises:
-        TypeError: `model` is not a module, `steps` no collection, or `patience` no integer.
+        TypeError: `model` is no module or compiled by TorchScript, `steps` no collection, or `patience` no
+            integer.
         ValueError: `patience` is below 1.
         AmpError: later, where a compiled function calls the model in a chosen step.
         NonFiniteError: later, at the op; or where the op cannot be looked for.

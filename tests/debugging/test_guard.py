@@ -507,3 +507,10 @@ def test_a_few_values_that_are_not_finite_or_still_finite_are_told_from_none(zer
         guard.model(x)
         with pytest.raises(NonFiniteError, match=f", {share} inf or NaN$"):
             x.log()
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit")
+def test_a_model_of_torchscript_is_refused() -> None:
+    """The error is torch's, about a hook that the caller has not registered."""
+    with pytest.raises(TypeError, match=r"into the model, which TorchScript has compiled"):
+        amp_core.guard(torch.jit.script(nn.Linear(2, 2)))
