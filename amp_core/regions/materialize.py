@@ -136,7 +136,8 @@ def _check_whole(model: nn.Module) -> None:
             raise MaterializeError(
                 f"{where} is a DistributedDataParallel, which cannot be part of a graph: pass its `.module`."
             )
-        if is_sharded(module) or any(map(is_dtensor, module.parameters(recurse=False))):
+        own = nn.Module.parameters(module, recurse=False)  # a model's own method may take no arguments
+        if is_sharded(module) or any(map(is_dtensor, own)):
             raise MaterializeError(
                 f"{where} is sharded, and a graph needs whole weights. Call materialize before the model is "
                 f"sharded, or on a plain model that has loaded its full state dict."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -211,3 +212,24 @@ def test_a_model_that_is_not_initialised_is_refused(lazy: nn.Module) -> None:
     """The advice is about control flow on values, while the model has only to be called once."""
     with pytest.raises(MaterializeError, match=r"0\.\w+ is not initialised yet\. Call the model once"):
         materialize(nn.Sequential(lazy), (torch.ones(4, 2),))
+
+
+class Trained(nn.Module):
+    """A model that gives its optimizer some of its parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base, self.head = nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def parameters(self) -> Iterator[nn.Parameter]:  # type: ignore[override]
+        return self.head.parameters()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.base(x))
+
+
+def test_a_model_whose_parameters_take_no_arguments() -> None:
+    """A TypeError: Trained.parameters() got an unexpected keyword argument 'recurse'."""
+    model, x = Trained().eval(), torch.ones(1, 4)
+    low = materialize(model, (x,), dtype=LOW)
+    assert torch.equal(low(x), in_region(model.requires_grad_(False), x))
