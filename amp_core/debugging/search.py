@@ -154,9 +154,7 @@ class Search:
                 tried = self._try(candidate, words)
             except PolicyError:  # the rule may not fit this op, or the module may be missing
                 continue
-            except (
-                RuntimeError
-            ) as error:  # of torch: a layer with weights in low precision may take no float32
+            except RuntimeError as error:  # a layer with weights in low precision may take no float32
                 refusal = refusal or f"; with {words} the step raises {str(error).partition(chr(10))[0]!r}"
                 continue
             after = next((d.added for d in tried.differences if d.key == fault.key), 0.0)
