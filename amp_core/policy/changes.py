@@ -99,12 +99,20 @@ def _check_rule(op: OpName, rule: object) -> None:
     wanted = recipes.meant(rule)
     if wanted is not None:
         raise PolicyError(f"Unknown rule {rule!r} for {op!r}: {wanted}")
-    import difflib
-
-    near = difflib.get_close_matches(str(rule), r.RULES, n=2, cutoff=0.5)
-    hint = f"did you mean {' or '.join(map(repr, near))}? " if near else ""
     raise PolicyError(
-        f"Unknown rule {rule!r} for {op!r}: {hint}the rules are {', '.join(r.RULES)}, and "
+        f"Unknown rule {rule!r} for {op!r}: {_hint(str(rule))}the rules are {', '.join(r.RULES)}, and "
         f"{r.above(8e6)!r} for calls above some work; matrix products also take a Recipe, or its name as in "
         f"'recipe mxfp8'."
     )
+
+
+def _hint(rule: str) -> str:
+    name, threshold, size = rule.partition(" above ")
+    if threshold and name == r.LOWER_PRECISION_FP:
+        return f"{size!r} is no amount of work; "
+    if threshold and name in r.RULES:
+        return f"{name} takes no threshold; "
+    import difflib
+
+    near = difflib.get_close_matches(rule, r.RULES, n=2, cutoff=0.5)
+    return f"did you mean {' or '.join(map(repr, near))}? " if near else ""

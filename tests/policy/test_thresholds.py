@@ -228,11 +228,19 @@ def test_sizes_stay_dynamic(op, run, make):
 
 
 @pytest.mark.parametrize(
-    "rule", ["fp32 above 8 MFLOP", "lower_precision_fp above", "lower_precision_fp above -1 MFLOP", 8]
+    ("rule", "hint"),
+    [
+        ("fp32 above 8 MFLOP", "fp32 takes no threshold; "),
+        ("lower_precision_fp above", "did you mean 'lower_precision_fp'"),
+        ("lower_precision_fp above 8", "'8' is no amount of work; "),
+        ("lower_precision_fp above -1 MFLOP", "'-1 MFLOP' is no amount of work; "),
+        (8, "the rules are"),
+    ],
 )
-def test_other_thresholds_are_refused(rule):
+def test_other_thresholds_are_refused(rule, hint):
     """A rule that means nothing is taken as one without a threshold."""
-    with pytest.raises(PolicyError, match="'lower_precision_fp above 8 MFLOP' for calls above some work"):
+    right = "'lower_precision_fp above 8 MFLOP' for calls above some work"
+    with pytest.raises(PolicyError, match=f"for 'linear': {hint}.*{right}"):
         OpPolicy("cpu", {"linear": rule})
 
 
