@@ -23,7 +23,7 @@ from amp_core.plugin import get_backend
 from amp_core.plugin.interface import Backend
 from amp_core.policy import OpPolicy, names
 from amp_core.policy import rules as r
-from amp_core.policy.changes import policy_of
+from amp_core.policy.changes import how_to_make_policy
 from amp_core.policy.native_rules import native_rules
 from amp_core.policy.recipes import OPS
 
@@ -240,7 +240,8 @@ def check_policy(policy: object) -> None:
     if not isinstance(policy, OpPolicy):
         other = is_of_another_copy(policy, OpPolicy)
         found = f"that of {ANOTHER_COPY}" if other else type(policy).__name__
-        raise PolicyError(f"policy= must be an OpPolicy, not {found}.{'' if other else policy_of(policy)}")
+        advice = "" if other else how_to_make_policy(policy)
+        raise PolicyError(f"policy= must be an OpPolicy, not {found}.{advice}")
 
 
 def default_policy(backend: Backend) -> OpPolicy:

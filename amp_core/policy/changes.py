@@ -26,7 +26,7 @@ def check_device_type(value: object) -> None:
         )
 
 
-def policy_of(value: object) -> str:
+def how_to_make_policy(value: object) -> str:
     """Return how to make a policy of `value`, as the end of a message; empty if that is unknown."""
     from amp_core.formats import Recipe
 

@@ -63,7 +63,9 @@ class RegionConformance(BackendFixtures):
         """A warning and a disabled region, or an error; never another dtype."""
         refusal = self.backend.autocast_refusal(torch.float64)
         if refusal is None and data.torch_admits(self.device_type, torch.float64):
-            pytest.skip(f"torch's own regions on {self.device_type} admit every dtype")
+            with self._region(dtype=torch.float64):  # as on CUDA
+                assert torch.get_autocast_dtype(self.device_type) is torch.float64
+            return
         assert refusal is not None, "float64 is not supported, yet admitted"
         if refusal.error:
             with pytest.raises(RuntimeError):
