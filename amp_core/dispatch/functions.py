@@ -34,7 +34,7 @@ def wrap(name: str) -> None:
         if name in _wrapped:
             return
         _wrapped.add(name)
-        _wrap_when_defined()  # also a class that is there: a module that is reloaded defines it again
+        when_defined(_wrap_defined)  # also a class that is there: a module that is reloaded defines it again
         found = {cls for cls in subclasses(Function) if _name_of(cls) == name}  # from any loader of modules
         for cls in found | {_imported(name)} - {None}:
             _wrap_class(cls, name)
@@ -55,11 +55,6 @@ def _imported(name: str) -> Any:
         return None
 
 
-@functools.cache
-def _wrap_when_defined() -> None:
-    when_defined(_wrap_defined)
-
-
 def _wrap_defined(cls: Any) -> None:
     name = _name_of(cls)
     if name in _wrapped:
@@ -77,8 +72,9 @@ def subclasses(cls: Any) -> Iterator[Any]:
         yield from subclasses(sub)
 
 
+@functools.cache
 def when_defined(call: Callable[[Any], None]) -> None:
-    """Have `call` get every subclass of ``Function`` that is defined from now on."""
+    """Have `call` get every subclass of ``Function`` that is defined from the first request on."""
     _watch_definitions()
     _when_defined.append(call)
 

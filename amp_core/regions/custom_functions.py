@@ -129,7 +129,7 @@ def custom_fwd(
         return result
 
     setattr(decorate_fwd, _STATE, state_now)
-    _carry_when_defined()
+    when_defined(_carry_state)  # torch may call only its `vmap`
     return decorate_fwd
 
 
@@ -232,12 +232,6 @@ def _carry_to_setup_context(decorated: Callable[..., Any]) -> None:
 
 
 _WRAPPED, _STORES, _STATE = "_amp_core_wrapped", "_amp_core_stores", "_amp_core_state"
-
-
-@functools.cache
-def _carry_when_defined() -> None:
-    """Have functions store the state from their definition on: torch may call only their ``vmap``."""
-    when_defined(_carry_state)
 
 
 def _carry_state(cls: Any) -> None:
