@@ -10,7 +10,8 @@ from torch import fx
 from amp_core._torch.bindings import binding, forget_tracer
 from amp_core._torch.dispatcher import Overload
 from amp_core._torch.tracing import to_copy
-from amp_core.regions.graph_pickles import PickledGraph
+from amp_core.regions.graph_casts import is_cast
+from amp_core.regions.graph_pickles import PickledGraph, with_its_buffers
 
 _CONDITIONS = "_guards_fn"
 
@@ -34,11 +35,7 @@ def call_directly(module: fx.GraphModule, in_spec: Any) -> fx.GraphModule:
         module.recompile()
         return module
     forget_tracer(graph)
-    direct, kept = PickledGraph(module, graph), module.state_dict().keys()
-    for path, buffer in list(direct.named_buffers()):
-        owner, _, name = path.rpartition(".")
-        direct.get_submodule(owner).register_buffer(name, buffer, persistent=path in kept)
-    return direct
+    return with_its_buffers(PickledGraph(module, graph), module)
 
 
 def _inline(node: fx.Node, conditions: Callable[..., Any]) -> None:
@@ -62,8 +59,7 @@ def _bind(node: Any) -> None:
         return  # it makes a tensor: a default device or dtype would reach the binding
     if node.target is to_copy:
         # Tensor.to copies only what is in another dtype.
-        only_casts = isinstance(first, fx.Node) and set(node.kwargs) == {"dtype"}
-        casts = only_casts and node.args[0].meta["val"].dtype is not node.kwargs["dtype"]
+        casts = is_cast(node) and node.args[0].meta["val"].dtype is not node.kwargs["dtype"]
         direct: Callable[..., Any] | str | None = "to" if casts else None
     else:
         direct = binding(node.target)

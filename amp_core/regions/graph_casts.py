@@ -46,14 +46,15 @@ def _share_casts(graph: fx.Graph) -> None:
     for node in list(graph.nodes):
         if checks_dtype(node.target):
             graph.erase_node(node)
-        elif _is_cast(node):
+        elif is_cast(node):
             earlier = casts.setdefault((node.args[0], node.kwargs["dtype"]), node)
             if earlier is not node and not _is_returned(node):
                 node.replace_all_uses_with(earlier)
                 graph.erase_node(node)
 
 
-def _is_cast(node: fx.Node) -> bool:
+def is_cast(node: fx.Node) -> bool:
+    """Return whether `node` changes the dtype of a tensor, and nothing else."""
     return node.target is to_copy and set(node.kwargs) == {"dtype"}
 
 
@@ -105,7 +106,7 @@ def _cast_before_moves(graph: fx.Graph) -> None:
 def _path_to_cast(weight: fx.Node, user: fx.Node) -> list[fx.Node] | None:
     """Return the moves from `weight` to a cast, and the cast; None if it is used without one."""
     path, source = [user], weight
-    while not _is_cast(user):
+    while not is_cast(user):
         if user.target not in _MOVES or user.args[0] is not source or len(user.users) != 1:
             return None
         source, user = user, next(iter(user.users))
@@ -118,8 +119,8 @@ def _store_low(module: fx.GraphModule) -> None:
     for node in list(module.graph.find_nodes(op="get_attr")):
         owner, _, name = node.target.rpartition(".")
         weight, users = getattr(module.get_submodule(owner), name), list(node.users)
-        is_cast = len(users) == 1 and _is_cast(users[0]) and not _is_returned(users[0])
-        if isinstance(weight, Tensor) and is_cast:
+        only_cast = len(users) == 1 and is_cast(users[0]) and not _is_returned(users[0])
+        if isinstance(weight, Tensor) and only_cast:
             as_parameter(module, node.target, weight.detach().to(users[0].kwargs["dtype"]))
             node.meta = users[0].meta
             users[0].replace_all_uses_with(node)

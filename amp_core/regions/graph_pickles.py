@@ -20,15 +20,20 @@ class PickledGraph(fx.GraphModule):
 
     def __reduce__(self) -> Any:
         """Return what pickle stores."""
-        twin = fx.GraphModule(self, copy.deepcopy(self.graph))
-        kept = self.state_dict().keys()
-        for path, buffer in list(twin.named_buffers()):
-            owner, _, name = path.rpartition(".")
-            twin.get_submodule(owner).register_buffer(name, buffer, persistent=path in kept)
+        twin = with_its_buffers(fx.GraphModule(self, copy.deepcopy(self.graph)), self)
         twin.train(self.training)
         for name in _run_alone(twin):
             as_parameter(twin, name, operator.attrgetter(name)(twin))
         return twin.__reduce__()
+
+
+def with_its_buffers(twin: fx.GraphModule, module: fx.GraphModule) -> fx.GraphModule:
+    """Return `twin` with the buffers of `module` that are not persistent, as which fx has copied all."""
+    kept = module.state_dict().keys()
+    for path, buffer in list(twin.named_buffers()):
+        owner, _, name = path.rpartition(".")
+        twin.get_submodule(owner).register_buffer(name, buffer, persistent=path in kept)
+    return twin
 
 
 def _run_alone(module: fx.GraphModule) -> list[str]:
