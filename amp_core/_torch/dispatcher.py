@@ -138,6 +138,11 @@ def arguments(op: Overload) -> list[Any]:
     return op._schema.arguments
 
 
+def by_name(op: Overload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a call of `op` by their names in its schema."""
+    return {**dict(zip((a.name for a in arguments(op)), args, strict=False)), **kwargs}
+
+
 def is_mutable(op: Overload) -> bool:
     """Whether the op writes to one of its arguments, by its schema."""
     return op._schema.is_mutable
@@ -145,9 +150,10 @@ def is_mutable(op: Overload) -> bool:
 
 def written(op: Overload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
     """Return the arguments of a call to which `op` writes, by its schema."""
-    schema = op._schema.arguments
-    given = {**dict(zip((a.name for a in schema), args, strict=False)), **kwargs}
-    return [given[a.name] for a in schema if a.name in given and a.alias_info and a.alias_info.is_write]
+    given = by_name(op, args, kwargs)
+    return [
+        given[a.name] for a in arguments(op) if a.name in given and a.alias_info and a.alias_info.is_write
+    ]
 
 
 def has_out(op: Overload) -> bool:

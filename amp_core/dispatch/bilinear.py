@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from amp_core._torch.autocast import torch_autocast
-from amp_core._torch.dispatcher import Overload, arguments, dispatcher_name
+from amp_core._torch.dispatcher import Overload, arguments, by_name, dispatcher_name
 from amp_core._torch.tracing import calls_are_captured, is_fake
 from amp_core.policy import names
 
@@ -41,10 +41,6 @@ class Bilinear(NamedTuple):
         return lambda other, grad: self.gradient("grad_weight", other, grad, like)
 
 
-def _given(op: Overload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    return {**dict(zip([argument.name for argument in arguments(op)], args, strict=False)), **kwargs}
-
-
 def _channels(op: Overload, given: Mapping[str, Any]) -> int:
     """Return how many channels the result of a convolution has."""
     weight: Tensor = given["weight"]
@@ -54,7 +50,7 @@ def _channels(op: Overload, given: Mapping[str, Any]) -> int:
 
 def can_take_apart(op: Overload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Return whether both factors have more than one dimension, and a bias fits; else torch refuses it."""
-    given = _given(op, args, kwargs)
+    given = by_name(op, args, kwargs)
     if min(factor.dim() for factor in args[:2]) < 2:
         return False
     bias = given.get("bias")
@@ -66,7 +62,7 @@ def bilinear(
 ) -> Bilinear:
     """Take a call of `op` apart; `call` runs it."""
     takes = [argument.name for argument in arguments(op)]
-    given = _given(op, args, kwargs)
+    given = by_name(op, args, kwargs)
     rest = {name: value for name, value in given.items() if name not in (*takes[:2], "bias", "out_dtype")}
     bias, dtype = given.get("bias"), given.get("out_dtype")
     if bias is not None:  # of a convolution: one element per channel
