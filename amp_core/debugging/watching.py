@@ -232,9 +232,9 @@ class Watch(Attached, Report):
             known = sorted({glob_of(entry.name) for entry in drawn})
             raise ValueError(f"{names!r} matches none of the watched tensors; {listed(known)}.")
         kinds = [kind for kind in KINDS if any(e.kind == kind for e in chosen)]
-        figure = new_figure(8, 2.2 * max(1, len(kinds)))
-        panels = figure.subplots(max(1, len(kinds)), 1, sharex=True, squeeze=False)[:, 0]
-        for axes, kind in zip(panels, kinds, strict=False):
+        figure = new_figure(8, 2.2 * len(kinds))
+        panels = figure.subplots(len(kinds), 1, sharex=True, squeeze=False)[:, 0]
+        for axes, kind in zip(panels, kinds, strict=True):
             points = [*_density([e for e in chosen if e.kind == kind])]
             steps, exponents, shares = zip(*points, strict=True)
             axes.scatter(steps, exponents, c=shares, cmap="viridis", marker="s", s=14, vmin=0)
