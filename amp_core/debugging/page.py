@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import html
 import math
+from html import escape as _e
 
 from amp_core.debugging.chart import Chart, as_svg
 from amp_core.debugging.tables import Content, Table, Value, written
@@ -26,10 +26,6 @@ def as_page(content: Content) -> str:
         charts="".join(_chart(chart) for chart in content.charts),
         sections="".join(sections),
     )
-
-
-def _e(text: str) -> str:
-    return html.escape(text)
 
 
 def _chart(chart: Chart) -> str:
