@@ -97,8 +97,8 @@ class Guard(Attached):
         return {**super().__getstate__(), **dict.fromkeys(left)}
 
     def _before(self) -> None:
-        in_backward = current_autograd_node() is not None  # a tap that starts there would end with it
-        looks = not in_backward and (self._chosen(self.step) or self._has_no_patience())
+        in_node = current_autograd_node() is not None  # a tap that starts there would end with it
+        looks = not in_node and (self._chosen(self.step) or self._has_no_patience())
         if (looks or self._finder is not None) and is_in_compiled_call():
             error = NonFiniteError if self._has_no_patience() else AmpError
             raise error(_COMPILED.format(step=self.step if looks else self.step - 1))
