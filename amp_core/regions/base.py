@@ -14,7 +14,7 @@ from amp_core._torch.dynamo import trace_as_context_manager, trace_as_own_class,
 from amp_core._torch.tracing import outside_graphs
 from amp_core.common.arguments import device_type_of
 from amp_core.common.optimizers import after_every_step, parameters_of
-from amp_core.dispatch.activate import Activation, activation, default_policy, with_recipe
+from amp_core.dispatch.activate import Activation, activation, check_policy, default_policy, with_recipe
 from amp_core.plugin.default_manager import get_backend
 from amp_core.policy import OpPolicy
 from amp_core.regions.decorator import autocast_decorator
@@ -141,8 +141,7 @@ def format_dtype(backend: Backend) -> torch.dtype:
 def _fp8_policy(backend: Backend, policy: OpPolicy | None) -> OpPolicy:
     """Return the policy of a region with the dtype float8_e4m3fn; other ops run in `format_dtype`."""
     under = default_policy(backend) if policy is None else policy
-    if not isinstance(under, OpPolicy):
-        return under  # refused where every policy is
+    check_policy(under)
     return with_recipe(under, backend.recommended_recipe(), "dtype=torch.float8_e4m3fn")
 
 
