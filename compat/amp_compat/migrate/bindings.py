@@ -236,9 +236,11 @@ class Resolver:
 
     def _is_fallback(self, binding: BaseAssignment, meaning: Resolved | None) -> bool:
         """Return whether `binding` only replaces a missing deprecated name (torch before 1.6)."""
-        if meaning is not None or isinstance(binding, ImportAssignment):
-            return False
-        if not isinstance(binding, Assignment):
+        if (
+            meaning is not None
+            or isinstance(binding, ImportAssignment)
+            or not isinstance(binding, Assignment)
+        ):
             return False
         return _is_none(self._value(binding)) or self.in_except(binding.node)
 
@@ -249,16 +251,10 @@ class Resolver:
 
 def getattr_literal(node: cst.BaseExpression) -> str | None:
     """Return the attribute that ``getattr(x, "literal")`` reads, also with a default; else None."""
-    if not (isinstance(node, cst.Call) and len(node.args) in {2, 3}):
+    if not (isinstance(node, cst.Call) and len(node.args) in {2, 3} and m.matches(node, _GETATTR)):
         return None
     word = node.args[1].value
-    if (
-        isinstance(node.func, cst.Name)
-        and node.func.value == "getattr"
-        and isinstance(word, cst.SimpleString)
-    ):
-        return str(word.evaluated_value)
-    return None
+    return str(word.evaluated_value) if isinstance(word, cst.SimpleString) else None
 
 
 def _imported(node: cst.CSTNode, name: str) -> str | None:

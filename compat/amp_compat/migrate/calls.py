@@ -105,9 +105,7 @@ def _custom(args: Sequence[cst.Arg], device: str) -> list[cst.Arg]:
     new = _named(cst.Arg(cst.SimpleString(device)), "device_type")
     count = sum(1 for a in args if a.keyword is None and a.star != "**")
     head, tail = list(args[:count]), list(args[count:])
-    if not head:
-        return prepend(tail, new)
-    if tail:
+    if tail or not head:
         return head + prepend(tail, new)
     last = head[-1]
     comma = last.comma if isinstance(last.comma, cst.Comma) else cst.MaybeSentinel.DEFAULT
@@ -118,9 +116,9 @@ def _custom(args: Sequence[cst.Arg], device: str) -> list[cst.Arg]:
 def _cast_args(args: Sequence[cst.Arg], device: str) -> list[cst.Arg]:
     if len(args) != 2 or any(a.star for a in args):
         raise CannotConvertError("`_cast` takes (value, device_type, dtype) now")
-    if args[1].keyword is None:
-        return [args[0], *prepend(args[1:], cst.Arg(cst.SimpleString(device)))]
-    new = _named(cst.Arg(cst.SimpleString(device)), "device_type")
+    new = cst.Arg(cst.SimpleString(device))
+    if args[1].keyword is not None:
+        new = _named(new, "device_type")
     return [args[0], *prepend(args[1:], new)]
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from typing import TypeVar
 
 import libcst as cst
 
@@ -21,7 +20,6 @@ _BOUND = re.compile(
 )
 _SHORTEST = 2  # replacing shorter functions costs more than it saves
 
-Node = TypeVar("Node", cst.Module, cst.ClassDef)
 Restored = dict[cst.CSTNode, Callable[[cst.CSTNode], cst.CSTNode]]
 
 

@@ -7,7 +7,7 @@ import re
 import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import libcst as cst
 from libcst import matchers as m
@@ -168,12 +168,12 @@ def type_comments(module: cst.Module, text: str) -> list[cst.Comment]:
     return [cast("cst.Comment", comment) for comment in comments]
 
 
-def syntax_error(text: str, mode: Literal["exec", "eval"] = "exec") -> Exception | None:
+def syntax_error(text: str) -> Exception | None:
     """Return why Python cannot parse `text`, or None. Its warnings, as of invalid escapes, are dropped."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            ast.parse(text, mode=mode)
+            ast.parse(text)
     except (SyntaxError, ValueError) as error:
         return error
     return None

@@ -58,7 +58,7 @@ _LIKELY = re.compile(r"(?:^|_)grad(?:s|ients?)?(?:_|$)")
 _UNLIKELY = re.compile(r"zero|no_grad|requires|enable|retain|accum|checkpoint|toggle")
 
 
-def gradient_reads(within: cst.CSTNode, readers: Collection[str] = ()) -> Sequence[cst.CSTNode]:
+def gradient_reads(within: cst.CSTNode, readers: Collection[str]) -> Sequence[cst.CSTNode]:
     """Return the code that reads gradients: ``.grad``, ``clip_grad...``, ``amp.master_params``, `readers`."""
     called: Any = m.MatchIfTrue(lambda func: get_full_name_for_node(func) in readers)
     return m.findall(within, _READS | m.Call(func=called))
