@@ -90,9 +90,8 @@ def takes_dimension_names(overload: str) -> bool:
 def registered(key: str) -> frozenset[str]:
     """Return the ops that have a kernel on dispatch key `key`, C++ and Python alike, without `install`."""
     POLICIES.require()
-    ops: list[str] = [op for op in _registrations(key) if (op, key) not in _added]
-    overloads = {op: op.rpartition("::")[2].partition(".")[2] for op in ops}
-    return frozenset(op for op in ops if not takes_dimension_names(overloads[op]))
+    ops = (op for op in _registrations(key) if (op, key) not in _added)
+    return frozenset(op for op in ops if not takes_dimension_names(op.rpartition("::")[2].partition(".")[2]))
 
 
 def has_kernel(op_name: str, key: str) -> bool:
