@@ -55,6 +55,15 @@ REWRITES = {
         "import torch\nctx = torch.cpu.amp.autocast(**options)\n",
         'import torch\nctx = torch.amp.autocast("cpu", **options)\n',
     ),
+    "functions that are wrapped by hand": (
+        "import torch\nfrom torch.cuda.amp import custom_fwd, custom_bwd\n"
+        "forward = custom_fwd(run)\ncast = custom_fwd(run, cast_inputs=torch.float32)\n"
+        "backward = custom_bwd(\n    back,\n)\n",
+        "import torch\nfrom torch.amp import custom_fwd, custom_bwd\n"
+        'forward = custom_fwd(run, device_type="cuda")\n'
+        'cast = custom_fwd(run, device_type="cuda", cast_inputs=torch.float32)\n'
+        'backward = custom_bwd(\n    back, device_type="cuda",\n)\n',
+    ),
     "imported names": (
         "from torch.cuda.amp import autocast as autocast, GradScaler  # mixed precision\n"
         "scaler = GradScaler(2.0**10)\nwith autocast():\n    pass\n",
@@ -333,6 +342,10 @@ UNTOUCHED = {
 }
 
 HUMAN = {
+    "a device, and more by position": (
+        "import torch\ntorch.cuda.amp.autocast('cuda', True, torch.float16)\n",
+        "the other arguments are ambiguous",
+    ),
     "a name that a pattern may bind": (
         "from torch.cuda.amp import autocast\nmatch s:\n    case [autocast]: pass\nautocast(False)\n",
         "`autocast` may also mean something else",
