@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from amp_core._torch.dispatcher import Overload, is_mutable
+from amp_core._torch.dispatcher import Overload, binding_differs, is_mutable, short_name
 from amp_core._torch.features import Feature
 
 _BINDINGS = Feature("bindings", "models from amp_core.materialize call each op by its name, which is slower")
@@ -19,13 +19,11 @@ _nn: Any = _BINDINGS.value("torch._C._nn", torch.nn.functional)
 def binding(op: Overload) -> Callable[..., Any] | str | None:
     """Return the compiled function that torch offers for `op`, or the name of the method of tensors.
 
-    Both take the arguments of the schema. None if there is neither, if `op` changes an argument, or if its
-    binding differs: those of losses have another default reduction, and those of ``index`` take no None.
+    Both take the arguments of the schema. None if there is neither, or if `op` changes an argument.
     """
-    space, _, name = op._schema.name.partition("::")
-    differs = any(a.name == "reduction" or "List[Optional" in str(a.type) for a in op._schema.arguments)
-    if space != "aten" or differs or is_mutable(op) or not _BINDINGS.works_or_warn():
+    if op.namespace != "aten" or binding_differs(op) or is_mutable(op) or not _BINDINGS.works_or_warn():
         return None
+    name = short_name(op)
     for owner in (_nn, torch):
         if inspect.isbuiltin(function := getattr(owner, name, None)):
             return function

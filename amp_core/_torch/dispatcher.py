@@ -60,13 +60,10 @@ def entry_of(op: Overload) -> Callable[..., Any]:
 def _binding(op: Overload) -> Callable[..., Any] | None:
     """Return torch's own Python function for `op`, which parses arguments in half the time.
 
-    It chooses an overload by the arguments, so it must know `op` by them. Of the losses, some have another
-    default for `reduction` than the schema; lists of tensors may not hold None, as those of indices do.
+    It chooses an overload by the arguments, so it must know `op` by them.
     """
     name = short_name(op)
-    private = name.startswith("_") or not dispatcher_name(op).startswith("aten::")
-    kinds = {str(a.real_type) for a in arguments(op)}
-    if private or "List[Optional[Tensor]]" in kinds or any(a.name == "reduction" for a in arguments(op)):
+    if name.startswith("_") or op.namespace != "aten" or binding_differs(op):
         return None
     found = [vars(module).get(name) for module in (torch, torch.nn.functional)]
     own = {("torch", name), ("torch._C._nn", name)}  # a program may have put another function there
@@ -74,6 +71,11 @@ def _binding(op: Overload) -> Callable[..., Any] | None:
     others = [other for other in overloads_of(op.overloadpacket).values() if other is not op]
     known = all(_differ(op, other) for other in others)
     return builtin[0] if builtin and known else None
+
+
+def binding_differs(op: Overload) -> bool:
+    """Whether torch's function for `op` has another default `reduction`, or lists that take no None."""
+    return any(a.name == "reduction" or "List[Optional" in str(a.real_type) for a in arguments(op))
 
 
 def _differ(op: Overload, other: Overload) -> bool:
