@@ -199,18 +199,18 @@ class Capture(Sink):
             inputs, outputs = floats_in(given), floats_in(result)
             if not outputs:
                 return
-            self._keep(MODULE, FORWARD, place, "output", inputs, outputs[:1], produces=False)
+            self._keep(MODULE, FORWARD, place, "output", inputs, outputs[:1])
             if outputs[0].requires_grad:
                 outputs[0].register_hook(lambda grad: self._gradient(place, grad))  # type: ignore[no-untyped-call]
 
     def _gradient(self, place: Place, gradient: Tensor | None) -> None:
         with measuring():
-            self._keep(MODULE, BACKWARD, place, "output", [], floats_in(gradient), produces=False)
+            self._keep(MODULE, BACKWARD, place, "output", [], floats_in(gradient))
 
     def parameter(self, place: Place, name: str, gradient: Tensor) -> None:
         """Sample the first gradient of a parameter."""
         if not self._calls[PARAMETER, BACKWARD, place, name]:
-            self._keep(PARAMETER, BACKWARD, place, name, [gradient], [gradient], produces=False)
+            self._keep(PARAMETER, BACKWARD, place, name, [gradient], [gradient])
 
     def _keep(
         self,
@@ -221,7 +221,6 @@ class Capture(Sink):
         inputs: list[Tensor],
         outputs: list[Tensor],
         random: bool = False,
-        produces: bool = True,
     ) -> None:
         inputs, outputs = [*filter(is_readable, inputs)], [*filter(is_readable, outputs)]
         if not outputs:
@@ -233,14 +232,15 @@ class Capture(Sink):
         self._calls[level, phase, place, name] += 1
         key = Key(level, phase, place, name, call)
         parents = self._producers_of(inputs)
-        line = self._lines.of_op(phase == BACKWARD) if level == OP else ""
-        kept = results(name, outputs) if level == OP else outputs[:1]
-        if produces:
+        is_op = level == OP  # the others have what an op produced
+        line = self._lines.of_op(phase == BACKWARD) if is_op else ""
+        kept = results(name, outputs) if is_op else outputs
+        if is_op:
             self._set_producers(outputs[len(kept) :], (key,))
         for number, output in enumerate(kept):
             one = key._replace(result=number)
             self.run.samples[one] = _sample(output, self._limit, parents, random, line)
-            if produces:
+            if is_op:
                 self._set_producers([output], (one,))
 
     # Producers by storage: torch keeps one Python object per storage for the storage's lifetime.
