@@ -21,6 +21,7 @@ from amp_core.common.fsdp import fsdp_class
 from amp_core.common.optimizers import exact_states, watch_steps
 from amp_core.debugging.used_objects import attributes_for_a_while, schedulers_in, uses_noticed
 from amp_core.errors import AmpError
+from amp_core.regions.graph_check import kept_buffers
 
 _FSDP1 = (
     "FullyShardedDataParallel (FSDP1) keeps the model's parameters in flat ones of its own between calls, so "
@@ -257,16 +258,11 @@ def _reshard(modules: Iterable[nn.Module]) -> None:
 @contextlib.contextmanager
 def with_own_buffers(model: nn.Module) -> Iterator[None]:
     """Let `model` write to copies of its buffers in a block: a graph may need them as they are."""
-    kept = [(module._buffers, dict(module._buffers)) for module in model.modules()]
     copies: dict[int, Tensor] = {}
-    try:
-        for buffers, originals in kept:
+    with kept_buffers(model) as modules:
+        for module, originals in modules:
             for name, buffer in originals.items():
                 if buffer is not None:
                     copies.setdefault(id(buffer), buffer.detach().clone())
-                    buffers[name] = copies[id(buffer)]
+                    module._buffers[name] = copies[id(buffer)]
         yield
-    finally:
-        for buffers, originals in kept:
-            buffers.clear()
-            buffers.update(originals)
