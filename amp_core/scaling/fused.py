@@ -120,11 +120,9 @@ def _groups_without_momentum(optimizer: torch.optim.Optimizer) -> list[dict[str,
 
 
 def _is_first(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> bool:
-    # torch allocates all buffers of a group at once.
-    with_gradient = next((p for p in group["params"] if p.grad is not None), None)
-    if with_gradient is None:
-        return False
-    return optimizer.state.get(with_gradient, {}).get("momentum_buffer") is None
+    states = (optimizer.state.get(p, {}) for p in group["params"] if p.grad is not None)
+    first = next(states, None)  # torch allocates all buffers of a group at once
+    return first is not None and first.get("momentum_buffer") is None
 
 
 @torch.no_grad()

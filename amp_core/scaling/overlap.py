@@ -33,9 +33,6 @@ class _Read(NamedTuple):
     stats: GradStats
     place: int
 
-    def is_of(self, gradient: Tensor) -> bool:
-        return self.gradient() is gradient and self.version == version_of(gradient)
-
 
 class Overlap:
     """Statistics of the gradients that the backward has written so far.
@@ -141,7 +138,7 @@ class Overlap:
 
     def _is_read(self, key: int, gradient: Tensor) -> bool:
         read = self._reads.get(key)
-        return read is not None and read.is_of(gradient)
+        return read is not None and read.gradient() is gradient and read.version == version_of(gradient)
 
     def __getstate__(self) -> dict[str, Any]:
         # Hooks and gradients belong to this process. Pickle's protocols 0 and 1 restore no empty state.
