@@ -53,14 +53,21 @@ def _word(key: int | Tensor) -> int | Tensor:
     return key.to(torch.int32) if isinstance(key, Tensor) else _signed(key)
 
 
+def _shifted_xor_(x: Tensor, shift: int) -> Tensor:
+    """Compute ``x ^= x >> shift`` in place; the shift fills with zeros."""
+    shifted = x >> shift
+    shifted &= _32_BITS >> shift
+    x ^= shifted
+    return x
+
+
 def _mix(x: Tensor) -> Tensor:
     """Hash int32 values in place (lowbias32)."""
-    x ^= (x >> 16) & 0xFFFF
+    x = _shifted_xor_(x, 16)
     x *= 0x7FEB352D
-    x ^= (x >> 15) & 0x1FFFF
+    x = _shifted_xor_(x, 15)
     x *= _signed(0x846CA68B)
-    x ^= (x >> 16) & 0xFFFF
-    return x
+    return _shifted_xor_(x, 16)
 
 
 def random_bits(numbers: Tensor, key: int | Tensor, count: int) -> Tensor:
@@ -75,14 +82,6 @@ def random_bits(numbers: Tensor, key: int | Tensor, count: int) -> Tensor:
     x = _mix(numbers + first)
     x ^= second
     return _mix(x) & ((1 << count) - 1)
-
-
-def _shifted_xor_(x: Tensor, shift: int) -> Tensor:
-    """Compute ``x ^= x >> shift`` in place; the shift fills with zeros."""
-    shifted = x >> shift
-    shifted &= _32_BITS >> shift
-    x ^= shifted
-    return x
 
 
 def _hash_(x: Tensor, key: int) -> Tensor:
