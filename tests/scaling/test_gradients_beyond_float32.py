@@ -63,6 +63,17 @@ def test_a_scale_below_one_takes_gradients_beyond_float32(dtypes: list[str]) -> 
     assert skipped == ("float32" in dtypes)
 
 
+def test_a_scale_below_one_leaves_unscaled_gradients() -> None:
+    """A clipped step is skipped as if it would divide the gradients by the scale once more."""
+    weight = torch.nn.Parameter(torch.zeros(4))
+    optimizer = torch.optim.SGD([weight], lr=1.0, fused=True)
+    scaler = GradScaler("cpu", 2.0**-120)
+    scaler.scale((weight * 1000.0).sum()).backward()
+    scaler.unscale_(optimizer)
+    scaler.step(optimizer, max_norm=1.0)
+    assert weight.tolist() == pytest.approx([-0.5] * 4)
+
+
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize(("exponent", "fits"), [(512, True), (1022, True), (1023, False)])
 def test_only_the_squares_are_beyond_float64(exponent: int, fits: bool, fused: bool) -> None:

@@ -321,6 +321,20 @@ def test_a_step_that_raises_after_it_has_stepped_another_optimizer() -> None:
     assert [record.optimizer for record in scaler.last_step.values()] == ["Adam"]
 
 
+def test_a_step_that_raises_after_that_of_another_optimizer() -> None:
+    """The record of the other optimizer is never completed, and no hook hears of it."""
+    one, two, told = torch.ones(4, requires_grad=True), torch.ones(4, requires_grad=True), []
+    other, optimizer = torch.optim.Adam([one]), Failing([two], lr=0.1)
+    scaler = GradScaler("cpu", init_scale=64.0)
+    scaler.register_step_hook(lambda _, record: told.append((record.optimizer, record.scale_after)))
+    scaler.scale((one + two).sum()).backward()
+    scaler.step(other)
+    with pytest.raises(KeyError):
+        scaler.step(optimizer)
+    scaler.update()
+    assert told == [("Adam", 64.0)]
+
+
 def test_a_step_that_raises_after_an_update() -> None:
     """The scaler's own KeyError takes the place of the error in the step."""
     weight = torch.ones(4, requires_grad=True)
