@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch.optim import Optimizer
 
-from amp_core._torch.tensors import identity_of, version_of
+from amp_core._torch.tensors import counts_writes, identity_of, version_of
 from amp_core.common.optimizers import parameters_of
 from amp_core.scaling.arithmetic import is_tracing
 from amp_core.scaling.loss_scales import Entry
@@ -34,8 +34,7 @@ def refuse_mixed(entry: Entry) -> None:
         if before is None or state.stage is not OptState.UNSCALED or is_tracing():
             continue
         now = _first_gradient(optimizer)
-        # Where torch tells no versions, no two are alike, and nothing is refused; nor where all are cleared.
-        changed = now not in (None, before.first) and now == _first_gradient(optimizer)
+        changed = now not in (None, before.first) and counts_writes()  # None: all are cleared
         if changed and entry.loss_scale.losses != before.losses:
             raise RuntimeError(_MIXED.format(optimizer=type(optimizer).__name__))
 

@@ -138,6 +138,7 @@ def test_without_versions_nothing_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     """On a torch that does not tell versions, no two are alike, and what is no sum is taken for one."""
     numbers = itertools.count()
     monkeypatch.setattr(mixed, "version_of", lambda _: next(numbers))
+    monkeypatch.setattr(mixed, "counts_writes", lambda: False)
     test_what_is_no_sum_is_allowed("unscaled", "clipped")
 
 
