@@ -118,6 +118,31 @@ def test_other_norms(norm_type: float) -> None:
     assert [norm for _, norm, _ in seen] == pytest.approx([norm for _, norm, _ in expected])
 
 
+def test_a_weight_that_is_frozen_after_its_backward_pass() -> None:
+    """The step fails: torch hooks no tensor that requires no gradient."""
+    weights = [nn.Parameter(torch.ones(4)) for _ in range(2)]
+    optimizer = torch.optim.SGD(weights, lr=0.1)
+    scaler = amp_core.GradScaler("cpu", 8.0, overlap=True)
+    scaler.scale((weights[0] + weights[1]).sum()).backward()
+    weights[1].requires_grad_(False)
+    scaler.step(optimizer, max_norm=100.0)
+    assert [weight.tolist() for weight in weights] == [pytest.approx([0.9] * 4)] * 2
+
+
+def test_sparse_gradients_are_read_at_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The backward pass fails: kernels read no sparse tensor."""
+    monkeypatch.setattr(overlap, "_bucket_nbytes", lambda _: 1)
+    table = nn.Embedding(8, 4, sparse=True)
+    optimizer = torch.optim.SGD(table.parameters(), lr=0.1)
+    scaler = amp_core.GradScaler("cpu", 8.0, overlap=True)
+    for _ in range(2):  # from the second on, a hook sees the gradients
+        optimizer.zero_grad()
+        scaler.scale(table(torch.tensor([1, 1, 2])).sum()).backward()
+        scaler.step(optimizer, max_norm=100.0)
+        scaler.update()
+    assert scaler.history[-1].total_norm == pytest.approx(20**0.5)
+
+
 def test_buckets_fill_with_the_gradients_of_one_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gradients that the step has read count in the next bucket, which is then read too early."""
     monkeypatch.setattr(overlap, "_bucket_nbytes", lambda _: 10_000)
