@@ -74,7 +74,7 @@ class Overlap:
 
     def _written(self, param: Tensor) -> None:
         grad = param.grad
-        if grad is None or type(grad) is not Tensor or grad.is_sparse:
+        if type(grad) is not Tensor or grad.is_sparse:
             return
         if grad.device != self._device:
             self._read_pending()
