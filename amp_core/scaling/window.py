@@ -118,8 +118,8 @@ class AccumulationWindow:
     def __enter__(self) -> AccumulationWindow:
         if self._is_open:
             raise RuntimeError("This AccumulationWindow is already open. Enter it once for each step.")
-        scales, is_enabled = self._scaler._scales, self._scaler.is_enabled()
-        for each in self._optimizers if is_enabled else ():
+        scales = self._scaler._scales
+        for each in self._optimizers if self._scaler.is_enabled() else ():
             if id(each) in scales.in_window:
                 raise RuntimeError(
                     f"Another AccumulationWindow of this {type(each).__name__} is open. Leave it first."
@@ -131,8 +131,7 @@ class AccumulationWindow:
         self._earlier = None
         opened = {id(each): self._key for each in self._optimizers}
         # Interrupts come after calls, of which there are none from here on: __exit__ would not run.
-        if is_enabled:
-            scales.in_window |= opened  # the same dict: other threads open windows, too
+        scales.in_window |= opened  # the same dict: other threads open windows, too
         self._is_open = True
         return self
 
