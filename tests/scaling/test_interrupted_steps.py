@@ -428,3 +428,14 @@ def test_a_clipped_step_that_is_taken_again(between: str, factor: float) -> None
     elif factor == 1.0:
         assert got[0] == pytest.approx(wanted[0], rel=1e-6)
         assert got[1] == pytest.approx(0.5 if between == "another norm" else 2.0, rel=1e-5)
+
+
+def test_a_clipped_step_that_raises_on_gradients_of_inference_mode() -> None:
+    """Such gradients have no versions: torch's error of that takes the place of the optimizer's own."""
+    weight = torch.ones(4, requires_grad=True)
+    optimizer, scaler = Failing([weight], lr=0.1), GradScaler("cpu", init_scale=64.0)
+    scaler.scale(torch.ones(()))
+    with torch.inference_mode():
+        weight.grad = torch.full((4,), 64.0)
+    with pytest.raises(KeyError):
+        scaler.step(optimizer, max_norm=1.0)
