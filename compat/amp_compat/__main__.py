@@ -7,7 +7,7 @@ import os
 import sys
 
 from amp_compat._install import install
-from amp_compat._program import run_program
+from amp_compat._program import ProgramNotFoundError, run_program
 from amp_compat._spawned import Arguments
 
 
@@ -27,7 +27,10 @@ def main() -> None:
         parser.error(f"there is no file {options.program!r}; to run a module by its name, write -m before it")
     sys.stderr.write(install(deprecated_only=options.deprecated_only) + "\n")
     sys.argv = Arguments([options.program, *options.args], options.deprecated_only)
-    run_program(options.program, module=options.module)
+    try:
+        run_program(options.program, module=options.module)
+    except ProgramNotFoundError as error:
+        parser.error(str(error))
 
 
 main()

@@ -13,6 +13,10 @@ from types import CodeType, ModuleType
 from typing import cast
 
 
+class ProgramNotFoundError(ImportError):
+    """There is no such module, or no ``__main__.py`` in what is to run."""
+
+
 def run_program(program: str, *, module: bool) -> None:
     """Run `program` with ``sys.argv`` as it is.
 
@@ -24,7 +28,7 @@ def run_program(program: str, *, module: bool) -> None:
         module: `program` is the name of a module.
 
     Raises:
-        ImportError: there is no such module, or no ``__main__.py``.
+        ProgramNotFoundError: there is no such module, or no ``__main__.py``.
     """
     main = sys.modules["__main__"] = ModuleType("__main__")
     main.__dict__["__builtins__"] = builtins
@@ -36,21 +40,30 @@ def run_program(program: str, *, module: bool) -> None:
         _run(spec, main)
     elif os.path.isdir(path) or zipfile.is_zipfile(path):
         sys.path[0] = path
-        _run(_present(PathFinder.find_spec("__main__", [path]), f"__main__ in {program}"), main)
+        _run(_present(PathFinder.find_spec("__main__", [path]), f"__main__.py in {program!r}"), main)
     else:
         sys.path[0] = os.path.dirname(path)
         _run_file(path, main)
 
 
 def _module(name: str) -> ModuleSpec:
-    spec = _present(find_spec(name), name)
-    is_package = spec.submodule_search_locations is not None
-    return _present(find_spec(f"{name}.__main__"), f"{name}.__main__") if is_package else spec
+    spec = _spec_of(name)
+    return _spec_of(f"{name}.__main__") if spec.submodule_search_locations is not None else spec
 
 
-def _present(spec: ModuleSpec | None, name: str) -> ModuleSpec:
+def _spec_of(name: str) -> ModuleSpec:
+    try:
+        spec = find_spec(name)
+    except ImportError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise  # a package that is there, and whose own imports fail
+        spec = None
+    return _present(spec, f"module {name!r}")
+
+
+def _present(spec: ModuleSpec | None, what: str) -> ModuleSpec:
     if spec is None:
-        raise ModuleNotFoundError(f"No module named {name}")
+        raise ProgramNotFoundError(f"there is no {what}")
     return spec
 
 

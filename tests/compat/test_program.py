@@ -73,3 +73,34 @@ def test_a_program_that_is_not_there(tmp_path: Path) -> None:
     assert run.returncode == 2
     assert "there is no file 'trian.py'" in run.stderr
     assert "Traceback" not in run.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "missing"),
+    [
+        (["-m", "trian"], "module 'trian'"),
+        (["-m", "trian.main"], "module 'trian.main'"),
+        (["-m", "kit.trian"], "module 'kit.trian'"),
+        (["-m", "kit"], "module 'kit.__main__'"),
+        (["kit"], "__main__.py in 'kit'"),
+    ],
+)
+def test_a_module_that_is_not_there(words: list[str], missing: str, tmp_path: Path) -> None:
+    """Who mistypes the name of a module gets a traceback through amp-core, where Python prints one line."""
+    (tmp_path / "kit").mkdir()
+    (tmp_path / "kit/__init__.py").touch()
+    command = [sys.executable, "-m", "amp_compat", *words]
+    run = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert run.returncode == 2
+    assert f"there is no {missing}" in run.stderr
+    assert "Traceback" not in run.stderr
+
+
+def test_a_package_that_cannot_be_imported(tmp_path: Path) -> None:
+    """The import that fails in a package is taken for a mistyped name, and nobody learns where it is."""
+    (tmp_path / "kit").mkdir()
+    (tmp_path / "kit/__init__.py").write_text("import nowhere")
+    command = [sys.executable, "-m", "amp_compat", "-m", "kit.train"]
+    run = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert "No module named 'nowhere'" in run.stderr
+    assert "__init__.py" in run.stderr
