@@ -21,14 +21,13 @@ from amp_core.common.extras import needing
 from amp_core.common.files import as_path
 from amp_core.common.text import json_value
 from amp_core.plugin import hookimpl
+from amp_core.scaling.grad_scaler import GradScaler
+from amp_core.scaling.hooks import ScaleChange
 from amp_core.scaling.skip_aware import SkipAwareAverage, SkipAwareScheduler
+from amp_core.scaling.step_record import StepRecord
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
-
-    from amp_core.scaling.grad_scaler import GradScaler
-    from amp_core.scaling.hooks import ScaleChange
-    from amp_core.scaling.step_record import StepRecord
 
 __all__ = ["JsonLines", "Logging", "MLflow", "SkipAwareAverage", "SkipAwareScheduler", "TensorBoard", "WandB"]
 

@@ -6,10 +6,7 @@ same class with the same text; the classes here are for conditions that do not e
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from typing import Any
+import typing
 
 __all__ = [
     "AmpError",
@@ -112,7 +109,7 @@ class NonFiniteError(AmpError, FloatingPointError):
         fault: the op that made them, an `amp_core.debugging.OpFault`; None if no single op did.
     """
 
-    def __init__(self, message: str, fault: Any = None) -> None:
+    def __init__(self, message: str, fault: typing.Any = None) -> None:
         super().__init__(message)
         self.fault = fault
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections.abc import Mapping, MutableMapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,9 +24,6 @@ from amp_core.formats import AmaxHistory, Delayed
 from amp_core.formats.history import check_saved
 from amp_core.policy.recipes import ROLES
 
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
 
 class DelayedScales(Local):
     """The histories of one model; a context manager in which its products use them.
@@ -37,7 +34,7 @@ class DelayedScales(Local):
 
     _INSTEAD = " Its histories are in state_dict(), which delayed_scales(copy).load_state_dict() takes over."
 
-    def __init__(self, model: nn.Module, process_group: ProcessGroup | None = None) -> None:
+    def __init__(self, model: nn.Module, process_group: torch.distributed.ProcessGroup | None = None) -> None:
         check_module(model, "delayed_scales")
         self.model = model
         self._group = None if process_group is None else check_group(process_group)
@@ -181,7 +178,7 @@ class DelayedScales(Local):
         used = self._histories.get(name, {}).get(role)
         return self._loaded.get(name, {}).get(role) if used is None else used
 
-    def _agree(self, names: tuple[str, ...], group: ProcessGroup) -> Tensor:
+    def _agree(self, names: tuple[str, ...], group: torch.distributed.ProcessGroup) -> Tensor:
         from torch import distributed
 
         largest = self._largest(names)
@@ -335,7 +332,9 @@ def _slots(names: tuple[str, ...]) -> list[tuple[str, str]]:
 
 
 @untraced
-def delayed_scales(model: nn.Module, *, process_group: ProcessGroup | None = None) -> DelayedScales:
+def delayed_scales(
+    model: nn.Module, *, process_group: torch.distributed.ProcessGroup | None = None
+) -> DelayedScales:
     """Keep the histories that the delayed scales of `model`'s products follow from.
 
     In this scope, recipes with `Delayed` scales, such as `Recipe.fp8_delayed`, work for ops whose second

@@ -6,7 +6,7 @@ import copy
 import warnings
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast, overload
+from typing import Any, ClassVar, TypeVar, cast, overload
 
 import torch
 from torch import Tensor
@@ -39,10 +39,6 @@ from amp_core.scaling.step_record import History, StepRecord
 from amp_core.scaling.torch_names import TorchNames
 from amp_core.scaling.unscaler import Unscaler
 from amp_core.states.loss_scale import LossScaleSchedule, OptState, next_stage
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-    from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = ["GradScaler", "OptState"]
 
@@ -121,8 +117,9 @@ class GradScaler(TorchNames):
         history: int | None = 1000,
         warn_after: int = 25,
         schedules: Mapping[str, LossScaleSchedule] | None = None,
-        process_group: ProcessGroup | None = None,
-        sharded_over: Mapping[ProcessGroup | DeviceMesh, Iterable[Tensor]] | None = None,
+        process_group: torch.distributed.ProcessGroup | None = None,
+        sharded_over: Mapping[torch.distributed.ProcessGroup | torch.distributed.DeviceMesh, Iterable[Tensor]]
+        | None = None,
         overlap: bool = False,
     ) -> None:
         self._device, refusal = _checked_device(device, enabled, self._warning_stacklevel + 1)

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import operator
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from torch.optim import Optimizer
 
 from amp_core.common.arguments import check_scaler, named
 from amp_core.common.handle import Handle
-
-if TYPE_CHECKING:
-    from torch.optim import Optimizer
-
-    from amp_core.scaling.grad_scaler import GradScaler
+from amp_core.scaling.grad_scaler import GradScaler
 
 
 class _SkipAware(Handle):
