@@ -190,13 +190,14 @@ def uncompared() -> AbstractContextManager[None]:
     return without_modes() if calls_are_compared() else nullcontext()
 
 
-def _modes() -> list[Any]:
+def dispatch_modes() -> list[Any]:
+    """Return the dispatch modes that are on, the innermost last."""
     return [_mode_at(index) for index in range(_count_modes())] if _CAPTURE.complete else []
 
 
 def outside_modes(but: object) -> AbstractContextManager[None]:
     """Keep ops that are not the program's from its dispatch modes but `but`, unless a graph is traced."""
-    others = any(mode is not but for mode in _modes())
+    others = any(mode is not but for mode in dispatch_modes())
     return without_modes() if others and not calls_are_captured() else nullcontext()
 
 
@@ -214,7 +215,7 @@ without_torch_functions: Callable[[], AbstractContextManager[Any]] = _FUNCTIONS.
 def modes_above(mode: object) -> Iterator[None]:
     """Leave the dispatch modes that are above `mode`, or all if it is not on, for a block."""
     with ExitStack() as stack:
-        for each in itertools.takewhile(lambda other: other is not mode, reversed(_modes())):
+        for each in itertools.takewhile(lambda other: other is not mode, reversed(dispatch_modes())):
             # By the methods of the base class: a mode's own may print, or end more.
             TorchDispatchMode.__exit__(each, None, None, None)  # type: ignore[no-untyped-call]
             stack.callback(TorchDispatchMode.__enter__, each)

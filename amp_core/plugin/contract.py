@@ -32,9 +32,10 @@ PROMISES: Mapping[str, str] = MappingProxyType(
         "result is that of a call alone.",
         "state": "The state of the process is as before: that of torch (grad and inference mode, autocast "
         "and its cache, default dtype and device, current device and stream, number of threads, its "
-        "backends' flags, print options, function modes), the generators of torch, of NumPy and of Python's "
-        "`random`, the warnings filters, the environment, the locale and Python's own settings (logging, "
-        "collector, search path, signal handlers, standard streams). "
+        "backends' flags, print options, function and dispatch modes), the generators of torch, of NumPy and "
+        "of Python's `random`, the warnings filters, the environment, the locale, Python's own settings "
+        "(logging, collector, search path, signal handlers, standard streams, flags of `dlopen`), the CPUs "
+        "that may run the thread, and how it rounds and flushes floats. "
         "Other threads see it unchanged in between, too. Nothing is printed, no warning is repeated.",
         "context": "The result depends on the arguments alone. It is the same in a region, in any grad mode, "
         "in inference mode (where new tensors are inference tensors), under any default dtype or device, and "

@@ -6,6 +6,7 @@ from typing import Any, cast
 
 import torch
 
+from amp_core._torch.tracing import dispatch_modes
 from amp_core.testing.fixtures import BackendFixtures
 from amp_core.testing.suite.settings_of_python import (
     BOTH,
@@ -164,6 +165,7 @@ _OF_TORCH = (
     only_read("torch's print options", lambda: str(_PRINTED)),
     # Any mode makes plain tensors overridable.
     only_read("the modes for torch's functions", lambda: torch.overrides.has_torch_function((_NONE,))),
+    only_read("the modes for torch's ops", dispatch_modes),
     Setting("anomaly mode", torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly, BOTH),
     tried("the default dtype", (torch.float16, torch.float32)),
     tried("the default device", (torch.device("meta"), torch.device("cpu"))),

@@ -116,6 +116,21 @@ def _hooks() -> tuple[Any, ...]:
     return sys.excepthook, threading.excepthook, sys.unraisablehook
 
 
+def _cpus() -> set[int]:
+    """Return the CPUs that may run this thread, and those that it starts."""
+    return os.sched_getaffinity(0) if sys.platform == "linux" else set()
+
+
+def _rounding() -> tuple[float, float]:
+    """Return two sums that C's `fesetround` changes, in whichever direction."""
+    return 1.0 + _SMALL, 1.0 - _SMALL
+
+
+def _opening() -> int:
+    return sys.getdlopenflags() if hasattr(sys, "getdlopenflags") else 0
+
+
+_SMALL = 1e-30
 _THRESHOLDS = ((700, 10, 10), (900, 11, 11))
 OF_PYTHON = (
     Setting("Python's generator", random.getstate, seeded(random.seed, random.setstate), (1, 2)),
@@ -134,5 +149,8 @@ OF_PYTHON = (
     only_read("the locale", lambda: locale.setlocale(locale.LC_ALL)),
     only_read("the profiler of Python", sys.getprofile),
     only_read("the standard streams", lambda: (sys.stdin, sys.stdout, sys.stderr)),
+    only_read("the CPUs of the thread", _cpus),
+    only_read("the rounding of floats", _rounding),
+    only_read("the flags of dlopen", _opening),
     only_read("how processes start", lambda: multiprocessing.get_start_method(allow_none=True)),
 )
