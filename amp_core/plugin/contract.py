@@ -30,6 +30,8 @@ PROMISES: Mapping[str, str] = MappingProxyType(
     {
         "threads": "Any thread may call at any time, also in the middle of another thread's call. The "
         "result is that of a call alone.",
+        "forks": "Where a forked process can use the device of its parent, as on a CPU, hooks and kernels "
+        "work there too. Threads, and the locks that they hold, do not follow a fork.",
         "state": "The state of the process is as before: that of torch (grad and inference mode, autocast "
         "and its cache, default dtype and device, current device and stream, number of threads, its "
         "backends' flags, print options, function and dispatch modes), the generators of torch, of NumPy and "
@@ -42,7 +44,8 @@ PROMISES: Mapping[str, str] = MappingProxyType(
         "under a `TorchDispatchMode` that only looks. Numbers in the text of a reason or refusal may change "
         "from call to call.",
         "memory": "A kernel keeps neither its arguments nor its results alive after the call, and needs no "
-        "more memory with every call. The result of `prepare` may keep tensors; that of `layout` may not.",
+        "more memory and no more open files with every call. The result of `prepare` may keep tensors; that "
+        "of `layout` may not.",
         "identity": "A kernel reads the values of the moment. The same object, or the same address, may "
         "contain other values in the next call.",
         "arguments": "Shapes that do not match raise `ValueError` before anything is written. All "

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import MappingProxyType
@@ -172,6 +173,12 @@ class BackendFixtures:
 
     supports_export: bool = _found_by(lambda self: _graphs_work(self.device_type, "export"))
     """Whether ``torch.export`` works on the device. Default: detected without AMP."""
+
+    supports_forks: bool = _found_by(lambda self: self.device_type == "cpu" and sys.platform == "linux")
+    """Whether a process that is forked, as a worker of a `DataLoader` is, can compute on its parent's device.
+
+    Default: True for the CPU on Linux.
+    """
 
     observes_rules: bool = _found_by(lambda self: has_dispatch_key(autograd_key(self.device_type)))
     """Whether ops can be replaced on the device's Autograd key, which makes all rules observable.

@@ -19,6 +19,7 @@ from amp_core.states.loss_scale import LossScaleSchedule, ScaleState
 from amp_core.testing.suite import data
 from amp_core.testing.suite import tensors as space
 from amp_core.testing.suite.judge import Judge
+from amp_core.testing.suite.processes import open_files, wrong_in_a_child
 from amp_core.testing.suite.settings import PROCESS_WIDE, change, settings
 from amp_core.testing.suite.settings_of_python import Setting
 from amp_core.testing.suite.threads import Judged, interleave
@@ -130,6 +131,30 @@ class EffectsConformance(Judge):
                 thread.join(0.05)  # a thread that is just ending is no leak
             left = sorted(thread.name for thread in started if thread.is_alive())
             assert not left, f"{name} left threads running: {', '.join(left)}"
+
+    def test_hooks_leave_no_file_open(self) -> None:
+        """One more for each call, as of a driver's control file, would in the end exhaust the process."""
+        for call in self._hooks_and_kernels().values():
+            call()
+        for name, call in self._hooks_and_kernels().items():
+            before = open_files()
+            for _ in range(3):
+                call()
+            left = open_files() - before
+            assert left < 3, (
+                f"3 calls of {name} left {left} files open: close them, or keep one for all calls"
+            )
+
+    def test_hooks_work_in_a_forked_process(self) -> None:
+        """`DataLoader` forks its workers. Threads stay behind, with the locks that they hold."""
+        self.requires("supports_forks")
+        calls = self._hooks_and_kernels()
+        for call in calls.values():
+            call()
+        wrong = wrong_in_a_child(calls)
+        assert not wrong, (
+            f"{wrong} in a forked process: start threads anew there, with os.register_at_fork, or do without"
+        )
 
     def test_kernels_serve_many_threads_at_once(self) -> None:
         """Another thread's call at any point of a call changes neither result."""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import time
 import warnings
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import torch
 
@@ -13,6 +16,8 @@ from amp_core.kernels import Portable
 from amp_core.plugin import Availability, Refusal
 from amp_core.policy import OpPolicy
 from amp_core.testing import BackendFixtures, Loopback
+
+UNDO = []
 
 
 class DefaultIsNotSupported(Loopback):
@@ -206,6 +211,42 @@ class StartsAThreadPerCall(Portable):
     def grad_stats(self, grads, norm_type=2.0):
         threading.Thread(target=time.sleep, args=(0.5,), daemon=True).start()
         return super().grad_stats(grads, norm_type)
+
+
+class OpensAFilePerCall(Portable):
+    """As of a driver's control file."""
+
+    fails = ("hooks_leave_no_file_open",)
+
+    def grad_stats(self, grads, norm_type=2.0):
+        UNDO.append(partial(os.close, os.open(os.devnull, os.O_RDONLY)))
+        return super().grad_stats(grads, norm_type)
+
+
+class WaitsForThreadsOfItsParent(Portable):
+    """The threads of a pool do not follow a fork."""
+
+    fails = ("hooks_work_in_a_forked_process",)
+
+    def __init__(self):
+        super().__init__()
+        self.pool = ThreadPoolExecutor(1)
+
+    def grad_stats(self, grads, norm_type=2.0):
+        return self.pool.submit(super().grad_stats, grads, norm_type).result(timeout=1.0)
+
+
+class RefusesAForkedProcess(Loopback):
+    fails = ("hooks_work_in_a_forked_process",)
+
+    def __init__(self):
+        super().__init__()
+        self.process = os.getpid()
+
+    def supported_dtypes(self):
+        if os.getpid() != self.process:
+            raise RuntimeError("the driver cannot start again in a forked process")
+        return super().supported_dtypes()
 
 
 class SharesABuffer(Portable):
