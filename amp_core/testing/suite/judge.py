@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from amp_core._torch.tensors import version_of
-from amp_core.formats import Recipe
+from amp_core.formats import ELEMENTS, Quantization, Recipe
 from amp_core.kernels import GradStats, ScaleTensors
 from amp_core.kernels.interface import as_int32
 from amp_core.states.loss_scale import LossScaleSchedule, ScaleState, next_scale
@@ -259,6 +259,8 @@ class Judge(Comparisons):
         state = ScaleTensors(one.clone(), *counts)
         how = Recipe.mxfp8().input
         assert how is not None
+        random = Quantization(ELEMENTS["e4m3"], rounding="stochastic")
+        seed = 7 if self.device.type == "cpu" else torch.tensor(7).to(self.device)  # the host reads a CPU's
         real = [t for t in tensors if t.is_floating_point() and self.supports_bit_views]
         left, right = (data.there(each, self.device) for each in data.rows_of_fp8())
         multiply = partial(self.backend.scaled_products().multiply, left, right, torch.float32)
@@ -266,6 +268,9 @@ class Judge(Comparisons):
         return {
             **({"multiply of scaled_products": multiply} if self.supports_bit_views else {}),
             "quantize": lambda: [self.kernels.quantize(t, how).values for t in real],
+            "quantize(seed=, amax=)": lambda: [
+                self.kernels.quantize(t, random, seed=seed, amax=one).values for t in real
+            ],
             "layout": lambda: self.kernels.layout(tensors),
             "prepare": lambda: self.kernels.prepare(tensors),
             "cast": lambda: self.kernels.cast(tensors, self._low),

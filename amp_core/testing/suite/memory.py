@@ -78,7 +78,7 @@ class MemoryConformance(Judge):
         """The caller owns arguments, results and layouts: dropping them frees their memory."""
         every = space.rotated(self.dtypes(), self._layouts())
         for name in self._kernel_calls([]):
-            specs = self._specs() if name == "quantize" else every
+            specs = self._specs() if name.startswith("quantize") else every
             tensors = [spec.build(self.device) for spec in specs]
             result = self._kernel_calls(tensors)[name]()
             results = list(data.statistics(result)) if isinstance(result, GradStats) else result

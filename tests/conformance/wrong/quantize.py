@@ -236,6 +236,13 @@ class QuantizeTrustsAGivenAmax(QuantizerOfArguments):
         return tensor.nan_to_num() if given else tensor, seed, amax
 
 
+class QuantizeWaitsForAGivenAmax(QuantizerOfArguments):
+    fails = ("kernels_do_not_wait_for_the_device",)
+
+    def other(self, tensor, seed, amax):
+        return tensor, seed, None if amax is None or bool((amax <= 0).all()) else amax
+
+
 class QuantizeTakesMatricesForBlocks(Portable):
     fails = RECIPES
 
