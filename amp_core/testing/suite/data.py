@@ -20,7 +20,7 @@ from amp_core._torch.autocast import torch_autocast
 from amp_core._torch.dispatcher import short_name
 from amp_core._torch.tracing import TorchDispatchMode
 from amp_core.formats import Quantized, Recipe, quantize
-from amp_core.kernels import GradStats
+from amp_core.kernels import GradStats, Kernels
 from amp_core.plugin import Backend
 
 _INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -143,8 +143,13 @@ def queries(backend: Backend) -> dict[str, Callable[[], Any]]:
         "op_policy": backend.op_policy,
         "recommended_recipe": backend.recommended_recipe,
         "kernels": backend.kernels,
+        "the name and reason of kernels": lambda: _words_of(backend.kernels()),
         "scaled_products": backend.scaled_products,
     }
+
+
+def _words_of(kernels: Kernels) -> tuple[str, str]:
+    return kernels.name, kernels.reason
 
 
 def torch_admits(device_type: str, dtype: torch.dtype) -> bool:

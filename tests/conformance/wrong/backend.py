@@ -213,6 +213,28 @@ class StartsAThreadPerCall(Portable):
         return super().grad_stats(grads, norm_type)
 
 
+class AllocatesToSayWhy(Portable):
+    fails = ("questions_do_no_work_on_the_device",)
+
+    @property
+    def reason(self):
+        return f"one launch adds {float(torch.ones(3).sum())}"
+
+
+class SaysWhyOnce(Portable):
+    """`amp backends` shows the reason: this one of a driver that answers once."""
+
+    fails = ("hooks_answer_many_threads_at_once",)
+
+    def __init__(self):
+        super().__init__()
+        self.answers = ["driver 2.1"]
+
+    @property
+    def reason(self):
+        return self.answers.pop()
+
+
 class OpensAFilePerCall(Portable):
     """As of a driver's control file."""
 
