@@ -5,6 +5,7 @@ They stand in ``wrong/``, by what is wrong: add a class with `fails`, the checks
 
 from __future__ import annotations
 
+import re
 import runpy
 from pathlib import Path
 
@@ -57,6 +58,26 @@ def test_a_wrong_backend_fails_the_right_check(name):
     report = check(make(cls), areas=areas, keyword=keyword, fixtures=fixtures)
     assert not report.ok
     assert set(cls.fails) <= set(report.failed), [(r.check, r.outcome, r.message) for r in report.results]
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("CastBroadcastsIntoOut", r"cast of shapes .* into out= of .* is accepted: raise ValueError"),
+        ("CastAsksForVersions", r"cast of \d+ tensors, first torch.* raises RuntimeError: Inference tensors"),
+        ("MeasureWritesTheSameBack", r"grad_stats of \d+ tensors?, first torch.*moved a version counter"),
+        ("NothingIsFlagged", r"found_inf of multiply_ by 0.5, which was 0.0: 0.0 instead of 1.0"),
+        ("QuantizeRoundsTiesAway", r"quantize of torch.float32 of shape .* values has .* instead of "),
+        ("UpdateGrowsOneStepLate", r"update_scale_ from ScaleState.*: ScaleState.*, not ScaleState"),
+        ("MakesKernelsAnew", r"kernels\(\) makes a new object each time: make it once"),
+    ],
+)
+def test_a_message_says_what_was_called_and_what_came(name, words):
+    """A maker would see in the report that something is wrong, but not of which kernel, or of what."""
+    cls = WRONG[name]
+    report = check(make(cls), areas=areas_of(cls.fails), keyword=" or ".join(cls.fails))
+    messages = [result.message for result in report.results if result.outcome == "failed"]
+    assert any(re.search(words, message) for message in messages), messages
 
 
 @pytest.mark.slow

@@ -37,6 +37,8 @@ class AddConformance(Judge):
             for shapes in ([(3,)], [(3,), (5,)], [(3,), (1,)], [(3,), ()], [(3,), (4,), (4,)]):
                 totals = [torch.ones(n, device=self.device) for n in (3, 4)]
                 grads = [torch.ones(shape, dtype=dtype, device=self.device) for shape in shapes]
-                with self._refused([*totals, *grads]):
+                with self._refused(
+                    f"add_ of gradients of {shapes} to totals of [(3,), (4,)]", [*totals, *grads]
+                ):
                     self.kernels.add_(totals, grads)
             self._judge_add(totals, [t.clone() for t in totals], "after a call that was refused:")

@@ -62,6 +62,6 @@ class CastConformance(Judge):
         for shapes in ([(3,)], [(3,), (5,)], [(3,), (1,), (2,)], [(3,), ()], [(3,), (1, 1)]):
             tensors = [torch.ones(n, device=self.device) for n in (3, 1)]
             out = [torch.zeros(shape, dtype=self._low, device=self.device) for shape in shapes]
-            with self._refused([*tensors, *out]):
+            with self._refused(f"cast of shapes [(3,), (1,)] into out= of {shapes}", [*tensors, *out]):
                 self.kernels.cast(tensors, self._low, out=out)
         self._judge_cast(tensors, self._low, what="after a call that was refused:")

@@ -29,7 +29,7 @@ class Comparisons(Manners):
     def _departure(self, result: Tensor, expected: Tensor) -> str:
         """Say how `result` differs from what is expected; empty if it does not."""
         found, wanted = self._flushed(data.plain(result), expected)
-        return "" if data.same_values(found, wanted) else _difference(found, wanted)
+        return "" if data.same_values(found, wanted) else difference(found, wanted)
 
     def _assert_products(self, result: Tensor, expected: Tensor, what: str) -> None:
         if not self.product_ulps or result.is_complex():
@@ -38,7 +38,7 @@ class Comparisons(Manners):
         step = torch.finfo(result.dtype).eps * self.product_ulps
         found, wanted = self._flushed(host(result), expected)
         close = torch.isclose(found, wanted, rtol=step, atol=0.0, equal_nan=True)
-        assert bool(close.all()), f"{what}: {_difference(found, wanted, ~close)}"
+        assert bool(close.all()), f"{what}: {difference(found, wanted, ~close)}"
 
     def _assert_norms_close(self, norms: Tensor, expected: list[float], what: str) -> None:
         wanted = torch.tensor(expected, dtype=torch.float64).to(norms.dtype)
@@ -49,7 +49,7 @@ class Comparisons(Manners):
             and not (math.isnan(a) and math.isnan(b))
             for a, b in zip(found.tolist(), wanted.tolist(), strict=True)
         ]
-        assert not any(far), f"{what}: {_difference(found, wanted, torch.tensor(far))}"
+        assert not any(far), f"{what}: {difference(found, wanted, torch.tensor(far))}"
 
     def _flushed(self, found: Tensor, expected: Tensor) -> tuple[Tensor, Tensor]:
         """On a device that flushes, a subnormal result may also be zero; nothing else may."""
@@ -61,7 +61,7 @@ class Comparisons(Manners):
         return torch.where(zero, 0.0, parts[0]), torch.where(zero, 0.0, parts[1])
 
 
-def _difference(found: Tensor, expected: Tensor, where: Tensor | None = None) -> str:
+def difference(found: Tensor, expected: Tensor, where: Tensor | None = None) -> str:
     """Say how two tensors differ: in kind, or in their first elements that do."""
     if (found.dtype, found.shape) != (expected.dtype, expected.shape):
         return f"{found.dtype} of shape {tuple(found.shape)}, not {expected.dtype} of {tuple(expected.shape)}"

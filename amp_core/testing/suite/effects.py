@@ -231,7 +231,8 @@ class EffectsConformance(Judge):
         def run(context: Any) -> None:
             with context():
                 answers = self._answers()
-            assert answers == alone
+            other = {hook: (alone[hook], answer) for hook, answer in answers.items() if answer != alone[hook]}
+            assert not other, f"hooks answer otherwise while another thread asks (alone, there): {other}"
 
         interleave(lambda _: run, 10_000 if self.thorough else 100)
 
@@ -256,13 +257,15 @@ class EffectsConformance(Judge):
         """``amp backends`` shows the name, and the reason where there is one."""
         kernels = self.kernels
         assert isinstance(kernels, Kernels)
-        assert isinstance(kernels.name, str)
-        assert kernels.name
-        assert isinstance(kernels.reason, str)
+        for attribute in ("name", "reason"):
+            text = getattr(kernels, attribute)
+            assert isinstance(text, str), f"{attribute} of the kernels is {text!r}, not a string"
+        assert kernels.name, "the name of the kernels is empty"
 
     def test_kernels_are_made_once(self) -> None:
         """They are asked for at every step; what they keep from step to step would be lost."""
-        assert self.backend.kernels() is self.backend.kernels()
+        once = self.backend.kernels() is self.backend.kernels()
+        assert once, "kernels() makes a new object each time: make it once, such as at the module's level"
 
 
 def _lasting(answer: Any) -> Any:

@@ -71,7 +71,9 @@ class GradStatsConformance(Judge):
         tensor = torch.ones(self.large_numel, device=self.device)
         for number, position in enumerate(chunk_edges(self.large_numel)):
             tensor[position] = BAD[number % 3]
-            assert float(self.kernels.grad_stats([tensor]).found_inf) == 1.0, f"at {position}"
+            assert float(self.kernels.grad_stats([tensor]).found_inf) == 1.0, (
+                f"found_inf misses a bad element at {position}"
+            )
             tensor[position] = 1.0
         self._measured([tensor])
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -18,19 +16,16 @@ from amp_core.kernels import GradStats, ScaleTensors
 from amp_core.kernels.interface import as_int32
 from amp_core.states.loss_scale import LossScaleSchedule, ScaleState, next_scale
 from amp_core.testing.suite import data, reference
-from amp_core.testing.suite.comparisons import Comparisons
-from amp_core.testing.suite.manners import References
-from amp_core.testing.suite.tensors import LAYOUTS, UNTRACKED, Memory, Spec, host
+from amp_core.testing.suite.calls import Calls
+from amp_core.testing.suite.tensors import LAYOUTS, UNTRACKED, Spec, host
 
 Tensors = Sequence[Tensor]
 
 
-class Judge(Comparisons):
+class Judge(Calls):
     """The judged calls that the areas of kernels share."""
 
     _turn = 0
-    _context: Callable[[], AbstractContextManager[Any]] = nullcontext
-    """Makes the context in which kernels are called."""
 
     def _gradient_dtypes(self) -> list[torch.dtype]:
         wide = [torch.complex128] if self.supports_float64 else []
@@ -56,72 +51,6 @@ class Judge(Comparisons):
         dtypes = self.dtypes()
         return [(a, b) for a in dtypes for b in dtypes if a is b or a.itemsize > b.itemsize]
 
-    @contextmanager
-    def _calls_in(self, context: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
-        """Call kernels in `context` inside the block."""
-        self._context = context
-        try:
-            yield
-        finally:
-            del self._context
-
-    def _call(
-        self,
-        call: Callable[[], Any],
-        read: Tensors,
-        written: Tensors,
-        *,
-        wrote: bool = True,
-        given: Tensors = (),
-        flags: Tensors = (),
-    ) -> Any:
-        memory, references = Memory(read, written, flags), References([*read, *flags, *written])
-        with self._quietly(), self._context():
-            inference = torch.is_inference_mode_enabled()
-            boxed = [call()]
-        if type(given) in (list, tuple):  # a prepared list may keep its tensors from its first use on
-            if boxed[0] is None or boxed[0] is written:
-                references.assert_as_before([], 0)
-            else:
-                references.assert_as_before(boxed, len(written))
-        result = boxed[0]
-        results = list(data.statistics(result)) if isinstance(result, GradStats) else result or []
-        if not (written and results):
-            # Without a tensor, a kernel does not know the device.
-            self._assert_own(results, inference, read[0].device if read else None)
-            if not memory.is_apart_from(results):
-                self._assert_apart(results, inference)
-        memory.check(wrote=wrote)
-        return result
-
-    def _assert_own(self, results: Tensors, inference: bool, device: torch.device | None) -> None:
-        """Check that results are plain tensors outside of autograd."""
-        for result in results:
-            assert type(result) is Tensor, f"a result is a {type(result).__name__}"
-            assert device in (None, result.device), f"a result is on {result.device}, not {device}"
-            assert not result.requires_grad, "autograd recorded the call"
-            assert result.is_inference() == inference, "inference tensors come from inference mode alone"
-
-    def _assert_apart(self, results: Tensors, inference: bool) -> None:
-        """Check that results share memory with nothing else, by writing to them; keep their values."""
-        values = [host(r) for r in results]
-        for i, result in enumerate(results):
-            with torch.inference_mode(inference):
-                result.fill_(i % 5 + 1)
-        for i, (result, kept) in enumerate(zip(results, values, strict=True)):
-            overwritten = bool((host(result).float() != i % 5 + 1).any())
-            assert not overwritten, f"result {i} shares memory with another one"
-            with torch.inference_mode(inference):
-                result.copy_(kept)
-
-    @contextmanager
-    def _refused(self, arguments: Tensors) -> Iterator[None]:
-        """Check that the call in the block is refused before it writes to any of its arguments."""
-        memory = Memory(arguments)
-        with pytest.raises(ValueError):  # noqa: PT011  # the words are the backend's
-            yield
-        memory.check()
-
     def _judge_cast(
         self,
         tensors: Tensors,
@@ -134,7 +63,7 @@ class Judge(Comparisons):
         given = tensors if given is None else given
         sources = [host(t) for t in tensors]
         results: list[Tensor] = self._call(
-            lambda: self.kernels.cast(given, dtype, out), tensors, out or (), given=given
+            "cast", lambda: self.kernels.cast(given, dtype, out), tensors, out or (), given=given
         )
         assert out is not None or isinstance(results, list), (
             f"cast returned a {type(results).__name__}, not a list"
@@ -161,7 +90,7 @@ class Judge(Comparisons):
     ) -> None:
         given = grads if given is None else given
         expected = [reference.rounded_sum(host(t), host(g)) for t, g in zip(totals, grads, strict=True)]
-        result = self._call(lambda: self.kernels.add_(totals, given), grads, totals, given=given)
+        result = self._call("add_", lambda: self.kernels.add_(totals, given), grads, totals, given=given)
         assert result is None
         for i, (total, grad, values) in enumerate(zip(totals, grads, expected, strict=True)):
             kind = f"total {i} of {len(totals)}, {grad.dtype} onto {total.dtype}"
@@ -184,7 +113,12 @@ class Judge(Comparisons):
         flags = [] if flag is None else [data.scalar(flag, self.device, flag_shape)]
         bad = any(map(reference.nonfinite, expected))  # no product with inf or NaN is finite
         result = self._call(
-            lambda: self.kernels.multiply_(given, number, *flags), [number], grads, given=given, flags=flags
+            "multiply_",
+            lambda: self.kernels.multiply_(given, number, *flags),
+            [number],
+            grads,
+            given=given,
+            flags=flags,
         )
         assert result is None
         for i, (grad, values) in enumerate(zip(grads, expected, strict=True)):
@@ -192,15 +126,19 @@ class Judge(Comparisons):
             self._assert_products(grad, values, f"{what} tensor {i} of {len(grads)}, {kind} times {factor}")
         if flag is not None:
             right = torch.full(flag_shape, 1.0 if bad else flag, dtype=torch.float32, device="cpu")
-            self._assert_values(flags[0], right, f"{what} found_inf after {flag}, {factor}")
-            assert not bad or flag or version_of(flags[0]) > 0, f"{UNTRACKED} to found_inf"
+            self._assert_values(
+                flags[0], right, f"{what} found_inf of multiply_ by {factor}, which was {flag}"
+            )
+            assert not bad or flag or version_of(flags[0]) > 0, f"multiply_: {UNTRACKED} to found_inf"
 
     def _judge_stats(
         self, grads: Tensors, order: float = 2.0, what: str = "", given: Tensors | None = None
     ) -> GradStats:
         given = grads if given is None else given
         values = [host(g) for g in grads]
-        stats: GradStats = self._call(lambda: self.kernels.grad_stats(given, order), grads, (), given=given)
+        stats: GradStats = self._call(
+            "grad_stats", lambda: self.kernels.grad_stats(given, order), grads, (), given=given
+        )
         wide = any(v.dtype in (torch.float64, torch.complex128) for v in values)
         dtype, n = torch.float64 if wide else torch.float32, len(grads)
         for name, shape, kind in (
@@ -214,10 +152,13 @@ class Judge(Comparisons):
             assert right, f"{what} {name} is {part.dtype} {tuple(part.shape)} in place of {kind} {shape}"
         expected = [reference.norm(v, order) for v in values]
         flags = [float(reference.nonfinite(v)) for v in values]
-        wrong = [i for i, (a, b) in enumerate(zip(stats.nonfinite.tolist(), flags, strict=True)) if a != b]
-        assert not wrong, f"{what} nonfinite is wrong for {wrong[:5]}"
-        found = float(stats.found_inf)
-        assert found == max(flags, default=0.0), f"{what} found_inf is {found}"
+        self._assert_values(
+            stats.nonfinite,
+            torch.tensor(flags, dtype=torch.float32),
+            f"{what} nonfinite of {len(grads)} tensors",
+        )
+        found, bad = float(stats.found_inf), max(flags, default=0.0)
+        assert found == bad, f"{what} found_inf is {found}, not {bad}"
         self._assert_norms_close(stats.norms, expected, f"{what} norms of order {order}")
         whole = [reference.norm(torch.tensor(expected, dtype=torch.float64), order)]
         self._assert_norms_close(stats.norm.reshape(1), whole, f"{what} total norm of order {order}")
@@ -241,14 +182,21 @@ class Judge(Comparisons):
         flag = data.scalar(found, self.device, shape) if flag is None else flag
         flag.data.fill_(found)  # which moves no version counter
         written = list(vars(tensors).values())
-        self._call(lambda: self.kernels.update_scale_(tensors, flag, schedule), [flag], written, wrote=False)
+        self._call(
+            "update_scale_",
+            lambda: self.kernels.update_scale_(tensors, flag, schedule),
+            [flag],
+            written,
+            wrote=False,
+        )
         after = ScaleState(float(tensors.scale), int(tensors.growth_tracker), int(tensors.hysteresis_left))
         expected = next_scale(state, found > 0, _in_int32(schedule))
         if not self.supports_float64 and abs(after.scale - expected.scale) <= expected.scale * 2.0**-23:
             expected = expected._replace(scale=after.scale)  # the product was one of float32 numbers
-        assert after == expected, f"from {state}, found_inf={found}"
+        what = f"update_scale_ from {state}, with a found_inf of {found}"
+        assert after == expected, f"{what}: {after}, not {expected}, by {schedule}"
         moved = after.scale == state.scale or version_of(tensors.scale) > 0
-        assert moved, f"{UNTRACKED} to the scale"
+        assert moved, f"update_scale_: {UNTRACKED} to the scale"
         return after
 
     def _kernel_calls(self, tensors: Tensors) -> dict[str, Callable[[], Any]]:

@@ -126,7 +126,8 @@ class ListJudge(Judge):
             tensors[place][-1] = torch.nan
             stats = self.kernels.grad_stats(tensors, order)
             assert float(stats.found_inf) == 1.0, f"a NaN in tensor {place} {what}"
-            assert stats.nonfinite.cpu().nonzero().flatten().tolist() == [place], f"flags {what}"
+            flagged = stats.nonfinite.cpu().nonzero().flatten().tolist()
+            assert flagged == [place], f"nonfinite flags {flagged[:5]}, not [{place}], {what}"
             self.kernels.multiply_(tensors, half, flag.zero_())
             assert float(flag) == 1.0, f"a NaN in tensor {place} {what}"
             tensors[place].zero_()

@@ -52,7 +52,7 @@ class MultiplyConformance(Judge):
         for number, position in enumerate(chunk_edges(self.large_numel)):
             values[position] = BAD[number % 3]
             self.kernels.multiply_([values], one, flag.zero_())
-            assert float(flag) == 1.0, f"at {position}"
+            assert float(flag) == 1.0, f"found_inf misses a bad element at {position}"
             values[position] = 1.0
         self.kernels.multiply_([values.fill_(1.0)], data.scalar(0.5, self.device), flag.zero_())
         assert float(flag) == 0.0

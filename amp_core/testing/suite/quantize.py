@@ -9,7 +9,6 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -17,6 +16,7 @@ from amp_core._torch.tracing import fake_tensor_mode
 from amp_core.formats import ELEMENTS, SCALES, Quantization, Quantized, Recipe, quantize
 from amp_core.regions.region import autocast
 from amp_core.testing.suite import data
+from amp_core.testing.suite.comparisons import difference
 from amp_core.testing.suite.scaled import ScaledJudge
 from amp_core.testing.suite.tensors import READ_ONLY, Memory, host, specs
 from amp_core.testing.suite.threads import Judged, interleave
@@ -43,16 +43,20 @@ class QuantizeConformance(ScaledJudge):
         memory.check()
         expected = quantize(x, how, dim, **options)
         expected = expected.packed() if packed else expected
-        what = f"{how} of {x.dtype} of shape {tuple(x.shape)} along {dim}, {options}, {packed=}"
-        assert isinstance(result, Quantized)
-        assert (result.quantization, result.dim, result.shape) == (how, dim, x.shape), what
-        assert result.is_packed is packed, what
+        # The report cuts a line, so that the long text of `how` comes last.
+        what = f"quantize of {x.dtype} of shape {tuple(x.shape)} along {dim}, {options}, {packed=}"
+        assert isinstance(result, Quantized), f"{what} returned a {type(result).__name__}, not a Quantized"
+        kind = (result.dim, result.shape, result.is_packed, result.quantization)
+        right = (dim, x.shape, packed, how)
+        assert kind == right, f"{what}: (dim, shape, is_packed, quantization) are {kind}, not {right}"
         for name in _FIELDS:
             ours, right = getattr(result, name), getattr(expected, name)
-            assert (ours is None) == (right is None), f"{name} of {what}: {ours}"
+            assert (ours is None) == (right is None), f"{what}: {name} is {ours}, not {right}, by {how}"
             if right is not None:
-                assert ours.device.type == self.device_type, f"{name} of {what} is on {ours.device}"
-                assert data.same_values(data.plain(ours), right), f"{name} of {what}: {ours}, not {right}"
+                assert ours.device.type == self.device_type, f"{what}: {name} is on {ours.device}"
+                here = data.plain(ours)
+                same = data.same_values(here, right)
+                assert same, f"{what}: {name} has {difference(here, right)}, by {how}"
         return result
 
     def _every_quantization(self) -> Iterator[Quantization]:
@@ -234,12 +238,12 @@ class QuantizeConformance(ScaledJudge):
     def test_quantize_refuses_what_it_cannot_take(self) -> None:
         """A wrong argument would read memory out of bounds, or be taken for another argument."""
         ones, how = torch.ones(4, 4, device=self.device), Quantization(ELEMENTS["e4m3"], "row")
-        with pytest.raises(TypeError):
+        with self._refused("quantize of int32", error=TypeError):
             self.kernels.quantize(ones.to(torch.int32), how)
-        with pytest.raises(IndexError):
+        with self._refused("quantize of a matrix along dimension 2", error=IndexError):
             self.kernels.quantize(ones, how, 2)
-        with pytest.raises(ValueError):  # noqa: PT011  # the words are the backend's
+        with self._refused("quantize of a tensor without dimensions in rows"):
             self.kernels.quantize(ones[0, 0], how)
-        with pytest.raises(ValueError):  # noqa: PT011
+        with self._refused("stochastic quantize without a seed"):
             self.kernels.quantize(ones, Quantization(ELEMENTS["e4m3"], "row", rounding="stochastic"))
         self._judge_reasons()

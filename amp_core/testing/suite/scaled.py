@@ -57,7 +57,7 @@ class ScaledJudge(Judge):
     ) -> Tensor:
         """Multiply on the device; check what is promised of the call, and the kind of the result."""
         read = [*data.parts(a), *data.parts(b)]
-        (result,) = self._call(lambda: [self._products.multiply(a, b, accumulate)], read, ())
+        (result,) = self._call("multiply", lambda: [self._products.multiply(a, b, accumulate)], read, ())
         assert result.dtype is accumulate, f"{what} is {result.dtype}"
         return result  # type: ignore[no-any-return]
 

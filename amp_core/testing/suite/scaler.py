@@ -36,7 +36,8 @@ class ScalerConformance(BackendFixtures):
 
     def test_scaler_is_admitted(self) -> None:
         """On a device that is there, an enabled scaler stays enabled."""
-        assert self.backend.scaler_refusal() is None
+        refusal = self.backend.scaler_refusal()
+        assert refusal is None, f"scaler_refusal() is {refusal}, but the device is there: return None"
         assert self._scaler().is_enabled()
 
     def test_scaler_steps_with_unscaled_gradients(self) -> None:

@@ -66,7 +66,7 @@ class StorageConformance(Judge):
             self._here(torch.zeros_like(t), how) for t, how in zip((low, kept), layouts[1:], strict=True)
         ]
         result = self._call(
-            lambda: self.kernels.split_([source], parts[:1], parts[1:]), [], parts, flags=[source]
+            "split_", lambda: self.kernels.split_([source], parts[:1], parts[1:]), [], parts, flags=[source]
         )
         assert result is None
         what = f"weights of shape {tuple(wide.shape)}, kept as {kind}, {', '.join(layouts)}"
@@ -85,7 +85,7 @@ class StorageConformance(Judge):
         PORTABLE.join_([joined], [low], [kept])
         here = self._here(torch.zeros_like(wide), layouts[0])
         parts = [self._here(t, how) for t, how in zip((low, kept), layouts[1:], strict=True)]
-        result = self._call(lambda: self.kernels.join_([here], parts[:1], parts[1:]), parts, [here])
+        result = self._call("join_", lambda: self.kernels.join_([here], parts[:1], parts[1:]), parts, [here])
         assert result is None
         what = f"weights of shape {tuple(wide.shape)}, kept as {kind}, {', '.join(layouts)}"
         self._assert_values(here, joined, f"{what}, joined")
@@ -103,7 +103,9 @@ class StorageConformance(Judge):
         wides = [self._here(w, layouts[0]) for w in weights]
         numbers = [None if n is None else self._here(n, layouts[2]) for n in counted]
         read = [n for n in numbers if n is not None]
-        result = self._call(lambda: self.kernels.round_(wides, here, keys, numbers), read, here, flags=wides)
+        result = self._call(
+            "round_", lambda: self.kernels.round_(wides, here, keys, numbers), read, here, flags=wides
+        )
         assert result is None
         for low, rounded in zip(lows, here, strict=True):
             what = f"rounded by the key {key:#x}, shape {tuple(low.shape)}, {', '.join(layouts)}"
@@ -230,13 +232,14 @@ class StorageConformance(Judge):
         for sizes in ((4,), (4, 3), (4, 1)):
             wides, lows = make(torch.float32, (4, 2)), make(torch.bfloat16, sizes)
             kept, fit = make(torch.int16, (4, 2)), make(torch.bfloat16, (4, 2))
-            calls: list[Callable[[], None]] = [
-                partial(self.kernels.split_, wides, lows, kept),
-                partial(self.kernels.join_, wides, lows, kept),
-                partial(self.kernels.split_, wides, fit, lows),
-                partial(self.kernels.join_, wides, fit, lows),
-                partial(self.kernels.round_, wides, lows, [0, 0], [None, None]),
+            calls: list[tuple[str, Callable[[], None]]] = [
+                ("split_", partial(self.kernels.split_, wides, lows, kept)),
+                ("join_", partial(self.kernels.join_, wides, lows, kept)),
+                ("split_", partial(self.kernels.split_, wides, fit, lows)),
+                ("join_", partial(self.kernels.join_, wides, fit, lows)),
+                ("round_", partial(self.kernels.round_, wides, lows, [0, 0], [None, None])),
             ]
-            for call in calls:
-                with self._refused([*wides, *lows, *kept, *fit]):
+            for name, call in calls:
+                what = f"{name} of weights of sizes (4, 2) with parts of {sizes}"
+                with self._refused(what, [*wides, *lows, *kept, *fit]):
                     call()

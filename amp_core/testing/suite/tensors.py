@@ -15,6 +15,7 @@ from torch import Tensor
 
 from amp_core._torch.steps import neg_view
 from amp_core._torch.tensors import version_of
+from amp_core.common.text import counted
 from amp_core.testing.suite import data
 
 UNTRACKED = (
@@ -212,6 +213,15 @@ def overlapping(dtype: torch.dtype, device: torch.device) -> list[Tensor]:
 def host(tensor: Tensor) -> Tensor:
     """Return the values on the CPU, contiguous, in memory of their own."""
     return data.plain(tensor).clone(memory_format=torch.contiguous_format)
+
+
+def described(tensors: Sequence[Tensor]) -> str:
+    """Return how many tensors there are, and of what kind the first one is."""
+    count = counted(len(tensors), "tensor")
+    if not tensors:
+        return count
+    first = tensors[0]
+    return f"{count}, first {first.dtype} of shape {tuple(first.shape)} and strides {first.stride()}"
 
 
 def versions(*tensors: Tensor) -> list[int]:
