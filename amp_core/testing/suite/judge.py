@@ -193,8 +193,8 @@ class Judge(Calls):
         expected = next_scale(state, found > 0, _in_int32(schedule))
         if not self.supports_float64 and abs(after.scale - expected.scale) <= expected.scale * 2.0**-23:
             expected = expected._replace(scale=after.scale)  # the product was one of float32 numbers
-        what = f"update_scale_ from {state}, with a found_inf of {found}"
-        assert after == expected, f"{what}: {after}, not {expected}, by {schedule}"
+        # Short, as the report cuts a line before pytest has shown both.
+        assert after == expected, f"update_scale_ from {state}, found_inf={found}, must give {expected}"
         moved = after.scale == state.scale or version_of(tensors.scale) > 0
         assert moved, f"update_scale_: {UNTRACKED} to the scale"
         return after
