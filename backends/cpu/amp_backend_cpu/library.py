@@ -95,6 +95,8 @@ class Tuning:
 
     def settle(self) -> None:
         """Choose the setting, once."""
+        if self.settled:  # without the lock, for which threads would wait
+            return
         with self._lock:
             if self.settled:
                 return
