@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 
 from amp_core.kernels.interface import GradStats, Kernels, ScaleTensors
+from amp_core.kernels.memory import are_plain
 from amp_core.kernels.portable import Portable
 from amp_core.kernels.scaled import ScaledProducts
 
@@ -26,5 +27,6 @@ __all__ = [
     "Portable",
     "ScaleTensors",
     "ScaledProducts",
+    "are_plain",
     "portable_kernels",
 ]

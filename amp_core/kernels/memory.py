@@ -49,7 +49,24 @@ def are_numbers(tensors: Sequence[Tensor], device: torch.device) -> bool:
 
 
 def are_plain(tensors: Sequence[Tensor], device: torch.device, dtypes: AbstractSet[torch.dtype]) -> bool:
-    """Return whether each of `tensors` is dense memory on `device` with one of `dtypes`."""
+    """Return whether each of `tensors` is dense memory on `device` with one of `dtypes`.
+
+    A kernel that reads memory by its addresses may take such tensors, and hands on all others: subclasses,
+    fake tensors, those of ``torch.func``, lazily negated or conjugated ones, views with gaps.
+
+    Args:
+        tensors: any tensors; an empty list has only such.
+        device: the device with its index, as in ``tensor.device``.
+        dtypes: the dtypes that the kernel takes.
+
+    Example::
+
+        from amp_core.kernels import are_plain
+
+        matrix, cpu = torch.ones(4, 4), torch.device("cpu")
+        assert are_plain([matrix, matrix.t()], cpu, {torch.float32})
+        assert not are_plain([matrix[:, 0]], cpu, {torch.float32})
+    """
     present = {t.dtype for t in tensors}
     if not are_real(tensors, device) or not present <= dtypes:
         return False
