@@ -54,8 +54,11 @@ class Listener(ABC):
 
         Example::
 
+            from amp_core.callbacks import JsonLines
+
             with JsonLines("steps.jsonl").listen(scaler):
-                train()
+                scaler.step(optimizer)
+                scaler.update()
         """
         check_scaler(scaler, "listen")
         with ExitStack() as handles:

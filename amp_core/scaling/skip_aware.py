@@ -82,9 +82,12 @@ class SkipAwareScheduler(_SkipAware):
 
     Example::
 
+        from amp_core.callbacks import SkipAwareScheduler
+
         scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=1000)
         SkipAwareScheduler(scheduler, scaler)
-        ...
+        scaler.step(optimizer)
+        scaler.update()
         scheduler.step()
     """
 
@@ -113,9 +116,13 @@ class SkipAwareAverage(_SkipAware):
 
     Example::
 
+        from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+        from amp_core.callbacks import SkipAwareAverage
+
         averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.999))
-        SkipAwareAverage(averaged, scaler)
-        ...
+        SkipAwareAverage(averaged, scaler, optimizer)
+        scaler.step(optimizer)
+        scaler.update()
         averaged.update_parameters(model)
     """
 

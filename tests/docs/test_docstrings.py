@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+import importlib
 import inspect
 import re
 import runpy
@@ -68,14 +69,19 @@ def examples(text: str) -> Iterator[str]:
 
 def public() -> Iterator[tuple[str, Any]]:
     """Yield every public name, and the members of every public class, with its docstring."""
-    for name in amp_core.__all__:
-        value = getattr(amp_core, name)
-        if getattr(value, "__module__", "amp_core").startswith("amp_core"):  # OptState is torch's
-            yield name, value
-        if inspect.isclass(value) and value.__module__.startswith("amp_core"):
-            for member, attribute in inspect.getmembers(value):
-                if not member.startswith("_"):
-                    yield f"{name}.{member}", attribute
+    for module in ("", *sorted(amp_core._SUBMODULES)):
+        home = importlib.import_module(f"amp_core.{module}") if module else amp_core
+        own = [k for k, v in vars(home).items() if getattr(v, "__module__", "") == home.__name__]
+        for name in getattr(home, "__all__", own):
+            value = getattr(home, name)
+            if not getattr(value, "__module__", "amp_core").startswith("amp_core"):  # OptState is torch's
+                continue
+            path = f"{module}.{name}".lstrip(".")
+            yield path, value
+            if inspect.isclass(value):
+                for member, attribute in inspect.getmembers(value):
+                    if not member.startswith("_"):
+                        yield f"{path}.{member}", attribute
 
 
 DOCUMENTED = {name: list(examples(inspect.getdoc(value) or "")) for name, value in public()}
