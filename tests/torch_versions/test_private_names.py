@@ -96,6 +96,7 @@ FOREIGN = {
     "_fields": "of named tuples",
     "_at_fork_reinit": "CPython's",
     "_current_frames": "CPython's",
+    "_exit": "of os, documented",
     "_getframe": "CPython's",
     "_is_owned": "CPython's",
     # A pickled module has these names in its state, so torch cannot change them.
