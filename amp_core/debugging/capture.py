@@ -232,7 +232,7 @@ class Capture(Sink):
         self._calls[level, phase, place, name] += 1
         key = Key(level, phase, place, name, call)
         parents = self._producers_of(inputs)
-        is_op = level == OP  # the others have what an op produced
+        is_op = level == OP  # modules and parameters only hand on what an op produced
         line = self._lines.of_op(phase == BACKWARD) if is_op else ""
         kept = results(name, outputs) if is_op else outputs
         if is_op:
