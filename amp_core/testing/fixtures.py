@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -208,8 +209,11 @@ class BackendFixtures:
 
     def requires(self, capability: str) -> None:
         """Skip the check unless the property `capability` is true."""
-        if not getattr(self, capability):
-            pytest.skip(f"the fixtures of {self.device_type} declare {capability} = False")
+        if getattr(self, capability):
+            return
+        if isinstance(inspect.getattr_static(type(self), capability), _Found):
+            pytest.skip(f"{capability} is False by default for {self.device_type}; fixtures may set it")
+        pytest.skip(f"the fixtures of {self.device_type} declare {capability} = False")
 
     def dtypes(self) -> list[torch.dtype]:
         """Return the real gradient dtypes that the device supports."""

@@ -64,6 +64,18 @@ def test_a_failure_says_what_is_missing():
     assert "is torch.float32 () in place of torch.float64 ()" in " ".join(messages.values())
 
 
+def test_a_skip_says_whether_the_maker_or_the_default_asked_for_it():
+    """A maker who declared nothing reads that the fixtures of the device declare it, and looks for where."""
+    declared = type("Declared", (Host,), {"supports_compile": False})
+    by_default = type("ByDefault", (Host,), {"default_dtype_is_torchs": False})
+    for fixtures, text in (
+        (declared, "the fixtures of cpu declare supports_compile = False"),
+        (by_default, "supports_compile is False by default for cpu; fixtures may set it"),
+    ):
+        (result,) = check(Loopback(), keyword="region_compiles", fixtures=fixtures).results
+        assert (result.outcome, result.message) == ("skipped", text)
+
+
 def test_a_report_without_results_says_so():
     """The verdict ends in a colon, and its reader looks for the rest."""
     report = check("cpu", areas=["update"], keyword="nosuch")
