@@ -48,6 +48,28 @@ def _set_precision(value: str | tuple[str, ...]) -> None:
         each.fp32_precision = precision
 
 
+def _flushes() -> bool:
+    return _LEAST_NORMAL * 0.5 == 0.0  # in Python: a program's modes may take torch's ops
+
+
+_LEAST_NORMAL = sys.float_info.min
+
+
+def _cpus() -> set[int]:
+    """Return the CPUs that may run this thread and those that it starts; none if OpenMP is told to bind."""
+    if sys.platform != "linux" or any(name in os.environ for name in _BINDING):
+        return set()
+    return os.sched_getaffinity(0)
+
+
+_BINDING = ("OMP_PROC_BIND", "OMP_PLACES", "KMP_AFFINITY", "GOMP_CPU_AFFINITY")
+
+
+def _set_cpus(cpus: set[int]) -> None:
+    if sys.platform == "linux":
+        os.sched_setaffinity(0, cpus)
+
+
 _PRODUCTS: Any = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
 
 _GENERATOR = "torch's generator"
@@ -59,6 +81,8 @@ SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "the precision of float32 products": (_precision, _set_precision),
     _GENERATOR: (_random_state, _set_random_state),
     "the working directory": (_folder, os.chdir),
+    "the flushing of subnormals": (_flushes, torch.set_flush_denormal),
+    "the CPUs of the thread": (_cpus, _set_cpus),
 }
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 LIST = """
 import json, warnings
@@ -123,7 +125,10 @@ def test_one_module_for_several_device_types(run: Any, listed: Any) -> None:
 
 
 def test_what_a_plugin_changes_as_it_loads_is_put_back(run: Any, tmp_path: Path, changing: str) -> None:
-    """A region for a new device makes the rest of the program compute in another dtype, or otherwise."""
+    """A region for a new device makes the rest of the program compute in another dtype, or otherwise.
+
+    A library that is built for speed flushes subnormals as it is loaded, and a driver may bind the thread.
+    """
     (tmp_path / "amp_backend_changing.py").write_text(changing)
     folder = tmp_path / "amp_backend_changing-3.1.dist-info"
     folder.mkdir()
@@ -134,7 +139,8 @@ def test_what_a_plugin_changes_as_it_loads_is_put_back(run: Any, tmp_path: Path,
     sys.path.insert(0, {str(tmp_path)!r})
     def state():
         settings = torch.get_default_dtype(), torch.get_default_device(), os.getcwd()
-        return [*map(str, settings), torch.get_rng_state().tolist()]
+        cpus = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+        return [*map(str, settings), torch.get_rng_state().tolist(), 5e-324 * float("1") > 0, cpus]
     before = state()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -147,6 +153,9 @@ def test_what_a_plugin_changes_as_it_loads_is_put_back(run: Any, tmp_path: Path,
         "plugin 'changing' (amp-backend-changing 3.1) changed the default dtype (torch.float32 to "
         "torch.float64), the default device (cpu to meta), torch's generator, the working directory ("
     )
+    assert "the flushing of subnormals (False to True)" in text or not torch.set_flush_denormal(False)
+    if hasattr(os, "sched_getaffinity") and len(os.sched_getaffinity(0)) > 1:
+        assert "the CPUs of the thread (" in text
 
 
 def test_a_disabled_built_in_leaves_no_room(run: Any) -> None:

@@ -347,6 +347,19 @@ def test_the_precision_of_products_by_either_of_torchs_settings(given: str, chan
         assert changed or change in {given, before}
 
 
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="the system binds no threads")
+def test_openmp_may_bind_the_thread_if_its_user_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plugin whose import starts OpenMP is blamed for what the environment asks for, and it is undone."""
+    everywhere = os.sched_getaffinity(0)
+    monkeypatch.setenv("OMP_PROC_BIND", "true")
+    try:
+        with restored() as changed:
+            os.sched_setaffinity(0, {min(everywhere)})
+        assert (changed, os.sched_getaffinity(0)) == ([], {min(everywhere)})
+    finally:
+        os.sched_setaffinity(0, everywhere)
+
+
 def test_a_plugin_loads_while_another_thread_draws_numbers(in_threads: Callable[..., None]) -> None:
     """The other thread draws the same numbers again, and the plugin is blamed for it."""
     seen: list[float] = []

@@ -41,8 +41,9 @@ def change(setting: Setting, before: Any, now: Any) -> str:
 def settings(subject: BackendFixtures) -> list[Setting]:
     """Return all settings, for the device of `subject`."""
     found = [*_OF_TORCH, *_of_autocast(subject), *OF_PYTHON, *of_numpy(), *_of_device(subject.device)]
-    if torch.set_flush_denormal(_flushes()):  # which says whether the host can
-        found.append(Setting("the flushing of subnormals", _flushes, torch.set_flush_denormal, (False,)))
+    flushing = tried("the flushing of subnormals", (False,))
+    if flushing.write(flushing.read()):  # which says whether the host can
+        found.append(flushing)
     return found
 
 
@@ -89,10 +90,6 @@ def _of_device(device: torch.device) -> list[Setting]:
         devices = range(module.device_count())
         found.append(Setting("the current device", module.current_device, module.set_device, devices))
     return found
-
-
-def _flushes() -> bool:
-    return float(torch.full((1,), 1e-40, dtype=torch.float32, device="cpu").mul_(1.0)) == 0.0
 
 
 _KERNELS: Any = torch.backends.cuda

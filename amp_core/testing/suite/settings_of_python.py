@@ -116,11 +116,6 @@ def _hooks() -> tuple[Any, ...]:
     return sys.excepthook, threading.excepthook, sys.unraisablehook
 
 
-def _cpus() -> set[int]:
-    """Return the CPUs that may run this thread, and those that it starts."""
-    return os.sched_getaffinity(0) if sys.platform == "linux" else set()
-
-
 def _rounding() -> tuple[float, float]:
     """Return two sums that C's `fesetround` changes, in whichever direction."""
     return 1.0 + _SMALL, 1.0 - _SMALL
@@ -149,7 +144,7 @@ OF_PYTHON = (
     only_read("the locale", lambda: locale.setlocale(locale.LC_ALL)),
     only_read("the profiler of Python", sys.getprofile),
     only_read("the standard streams", lambda: (sys.stdin, sys.stdout, sys.stderr)),
-    only_read("the CPUs of the thread", _cpus),
+    only_read("the CPUs of the thread", SETTINGS["the CPUs of the thread"][0]),
     only_read("the rounding of floats", _rounding),
     only_read("the flags of dlopen", _opening),
     only_read("how processes start", lambda: multiprocessing.get_start_method(allow_none=True)),
