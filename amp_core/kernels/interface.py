@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from amp_core.common.overrides import require_same_arguments
 from amp_core.common.text import counted
 from amp_core.kernels import rounding
 from amp_core.states.loss_scale import LossScaleSchedule
@@ -63,6 +64,10 @@ class Kernels(ABC):
 
     reason: str = ""
     """Details for ``amp backends``, such as why faster kernels are not used."""
+
+    def __init_subclass__(cls, **kwargs: object) -> None:
+        super().__init_subclass__(**kwargs)
+        require_same_arguments(cls, Kernels)
 
     def layout(self, tensors: Sequence[Tensor]) -> object:  # noqa: ARG002
         """Return what `prepare` needs to know about `tensors` except their addresses; by default nothing.

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from amp_core.common.overrides import require_same_arguments
+
 if TYPE_CHECKING:  # few programs have recipes
     from amp_core.formats import Quantization, Quantized, Recipe
 
@@ -17,6 +19,10 @@ class ScaledProducts:
     Args:
         reason: why all are emulated, for users.
     """
+
+    def __init_subclass__(cls, **kwargs: object) -> None:
+        super().__init_subclass__(**kwargs)
+        require_same_arguments(cls, ScaledProducts)
 
     def __init__(self, reason: str = "its backend has no native products") -> None:
         self._reason = reason

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import functools
+import re
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import amp_core
 from amp_core import OpPolicy
 from amp_core.cli import main
-from amp_core.kernels import PORTABLE, GradStats, Kernels, Portable
+from amp_core.kernels import PORTABLE, GradStats, Kernels, Portable, ScaledProducts
 from amp_core.plugin import Availability, Backend, replace_backend
 from amp_core.plugin.default_manager import manager
 from amp_core.plugin.registry import Owner, Registry
@@ -92,7 +94,7 @@ class Unprintable:
 
 def _unnamed(_: Backend) -> Kernels:
     class Unnamed(Kernels):
-        cast = grad_stats = multiply_ = update_scale_ = _raising
+        cast = grad_stats = multiply_ = update_scale_ = lambda *_, **__: None  # type: ignore[assignment]
 
     return Unnamed()
 
@@ -360,3 +362,76 @@ def test_results_of_kernels_are_checked(kernel: str, result: object, step: Any) 
     named = pytest.raises(amp_core.BackendError, match=rf"Wrong\.{kernel}\(\), a kernel of 'cpu'")
     with manager().registry.serving(backend), named:
         step(torch.nn.Linear(2, 2))
+
+
+_MULTIPLY = "Kernels.multiply_(grads, factor, found_inf=None)"
+
+
+@pytest.mark.parametrize(
+    ("base", "name", "method", "words"),
+    [
+        (
+            Portable,
+            "multiply_",
+            lambda self, grads, factor: None,
+            f"(grads, factor) cannot be called like {_MULTIPLY}",
+        ),
+        (
+            Portable,
+            "multiply_",
+            lambda self, tensors, factor, flag=None: None,
+            f"flag=None) cannot be called like {_MULTIPLY}",
+        ),
+        (
+            Portable,
+            "multiply_",
+            lambda grads, factor, found_inf=None: None,
+            "(factor, found_inf=None) cannot",
+        ),
+        (
+            Portable,
+            "multiply_",
+            lambda self, grads, factor, found_inf: None,
+            "these arguments, in this order",
+        ),
+        (
+            Portable,
+            "multiply_",
+            lambda self, grads, factor, found_inf=None, more=1, *, x: None,
+            "each other one a default",
+        ),
+        (Portable, "add_", lambda self, grads, totals: None, "Kernels.add_(totals, grads)"),
+        (
+            Portable,
+            "quantize",
+            lambda self, tensor, quantization, dim=-1: None,
+            "seed=None, amax=None, packed=False",
+        ),
+        (Portable, "prepare", staticmethod(lambda tensors: tensors), "Wrong.prepare(tensors) cannot"),
+        (ScaledProducts, "multiply", lambda self, a, b: None, "ScaledProducts.multiply(a, b, accumulate)"),
+    ],
+)
+def test_kernels_that_take_other_arguments_are_refused(
+    base: type, name: str, method: Any, words: str
+) -> None:
+    """A kernel that lacks an argument ends a step in a TypeError, and one that renames it passes the kit."""
+    with pytest.raises(TypeError, match=re.escape(words)):
+        type("Wrong", (base,), {name: method})
+
+
+def test_kernels_may_take_arguments_in_other_ways() -> None:
+    """A kernel that is right, such as a static one, could not be defined."""
+
+    class Right(Portable):
+        @staticmethod
+        def multiply_(grads: Any, factor: Any, found_inf: Any = None, streams: int = 1) -> None: ...
+
+        @torch.no_grad()
+        def add_(self, *args: Any, **kwargs: Any) -> None: ...
+
+        @classmethod
+        def cast(cls, tensors: Any, dtype: Any, out: Any = None) -> list[Tensor]: ...
+
+        def quantize(self, tensor: Any, quantization: Any, dim: int = -1, **options: Any) -> Any: ...
+
+    assert Right().name == "portable"
