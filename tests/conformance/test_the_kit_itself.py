@@ -64,6 +64,27 @@ def test_a_failure_says_what_is_missing():
     assert "is torch.float32 () in place of torch.float64 ()" in " ".join(messages.values())
 
 
+@pytest.mark.parametrize(
+    ("kernel", "result", "words"),
+    [
+        ("multiply_", torch.ones(()), "it returned a Tensor, and must return None"),
+        ("update_scale_", [], "it returned a list, and must return None"),
+        ("cast", torch.ones(2, 3), "it returned a Tensor, and must return a list"),
+        (
+            "grad_stats",
+            (torch.ones(()),) * 4,
+            "it returned a tuple, and must return an amp_core.kernels.GradStats",
+        ),
+    ],
+)
+def test_a_result_of_another_kind_is_named(kernel, result, words):
+    """A maker reads of an attribute that a tuple lacks, or that a tensor is no bool, in code of the kit's."""
+    kernels = type("Wrong", (Portable,), {kernel: lambda *_, **__: result})()
+    report = check(Loopback(kernels=kernels), areas=[kernel.strip("_").replace("_scale", "")])
+    messages = [each.message for each in report.results if each.outcome == "failed"]
+    assert any(f"{kernel} of " in text and words in text for text in messages), messages
+
+
 def test_a_skip_says_whether_the_maker_or_the_default_asked_for_it():
     """A maker who declared nothing reads that the fixtures of the device declare it, and looks for where."""
     declared = type("Declared", (Host,), {"supports_compile": False})

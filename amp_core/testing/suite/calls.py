@@ -38,7 +38,7 @@ class Calls(Comparisons):
     ) -> Any:
         """Call the kernel `name`; check what it does to its arguments, and that it keeps nothing."""
         try:
-            return self._checked_call(call, read, written, **options)
+            return self._checked_call(name, call, read, written, **options)
         except AssertionError as error:
             error.args = (f"{name} of {described([*read, *written])}: {error}",)
             raise
@@ -48,6 +48,7 @@ class Calls(Comparisons):
 
     def _checked_call(
         self,
+        name: str,
         call: Callable[[], Any],
         read: Tensors,
         written: Tensors,
@@ -60,6 +61,7 @@ class Calls(Comparisons):
         with self._quietly(), self._context():
             inference = torch.is_inference_mode_enabled()
             boxed = [call()]
+        _assert_kind(name, boxed[0], into_out=bool(written))
         if type(given) in (list, tuple):  # a prepared list may keep its tensors from its first use on
             if boxed[0] is None or boxed[0] is written:
                 references.assert_as_before([], 0)
@@ -111,3 +113,16 @@ class Calls(Comparisons):
             ) from other
         else:
             raise AssertionError(f"{what} is accepted: raise {error.__name__} before anything is written")
+
+
+def _assert_kind(name: str, result: object, *, into_out: bool) -> None:
+    """Check that the kernel `name` returned an object of the kind that the interface says."""
+    if name.endswith("_"):
+        right, kind = result is None, "None: what it writes is its result"
+    elif name == "grad_stats":
+        right, kind = isinstance(result, GradStats), "an amp_core.kernels.GradStats"
+    elif name == "cast" and into_out:
+        right, kind = not (result is None or isinstance(result, Tensor)), "the tensors of out="
+    else:
+        right, kind = name != "cast" or isinstance(result, list), "a list"
+    assert right, f"it returned a {type(result).__name__}, and must return {kind}"

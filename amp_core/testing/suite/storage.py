@@ -65,10 +65,9 @@ class StorageConformance(Judge):
         parts = [
             self._here(torch.zeros_like(t), how) for t, how in zip((low, kept), layouts[1:], strict=True)
         ]
-        result = self._call(
+        self._call(
             "split_", lambda: self.kernels.split_([source], parts[:1], parts[1:]), [], parts, flags=[source]
         )
-        assert result is None
         what = f"weights of shape {tuple(wide.shape)}, kept as {kind}, {', '.join(layouts)}"
         self._assert_values(parts[0], low, f"{what}, rounded")
         if kind is torch.int16:
@@ -85,8 +84,7 @@ class StorageConformance(Judge):
         PORTABLE.join_([joined], [low], [kept])
         here = self._here(torch.zeros_like(wide), layouts[0])
         parts = [self._here(t, how) for t, how in zip((low, kept), layouts[1:], strict=True)]
-        result = self._call("join_", lambda: self.kernels.join_([here], parts[:1], parts[1:]), parts, [here])
-        assert result is None
+        self._call("join_", lambda: self.kernels.join_([here], parts[:1], parts[1:]), parts, [here])
         what = f"weights of shape {tuple(wide.shape)}, kept as {kind}, {', '.join(layouts)}"
         self._assert_values(here, joined, f"{what}, joined")
 
@@ -103,10 +101,7 @@ class StorageConformance(Judge):
         wides = [self._here(w, layouts[0]) for w in weights]
         numbers = [None if n is None else self._here(n, layouts[2]) for n in counted]
         read = [n for n in numbers if n is not None]
-        result = self._call(
-            "round_", lambda: self.kernels.round_(wides, here, keys, numbers), read, here, flags=wides
-        )
-        assert result is None
+        self._call("round_", lambda: self.kernels.round_(wides, here, keys, numbers), read, here, flags=wides)
         for low, rounded in zip(lows, here, strict=True):
             what = f"rounded by the key {key:#x}, shape {tuple(low.shape)}, {', '.join(layouts)}"
             self._assert_values(rounded, low, what)
