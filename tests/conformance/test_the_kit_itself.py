@@ -85,6 +85,52 @@ def test_a_result_of_another_kind_is_named(kernel, result, words):
     assert any(f"{kernel} of " in text and words in text for text in messages), messages
 
 
+class Float32ByDefault(Loopback):
+    def default_dtype(self):
+        return torch.float32
+
+
+class FindsNothing(Portable):
+    def multiply_(self, grads, factor, found_inf=None):
+        super().multiply_(grads, factor)
+
+    def grad_stats(self, grads, norm_type=2.0):
+        found = super().grad_stats(grads, norm_type)
+        return dataclasses.replace(found, found_inf=torch.zeros(()))
+
+
+@pytest.mark.parametrize(
+    ("backend", "check_of", "words"),
+    [
+        (
+            Float32ByDefault(),
+            "default_dtype_is_supported",
+            "default_dtype() is torch.float32, supported_dtypes() is",
+        ),
+        (
+            Float32ByDefault(),
+            "default_dtype_is_a_lower_precision",
+            "torch.float32: return a dtype of 16 bits",
+        ),
+        (Loopback(kernels=FindsNothing()), "scaler_finds_one_bad", "the scale is 8.0, not 4.0, after an inf"),
+        (
+            Loopback(policy=OpPolicy.float32("cpu")),
+            "regions_nest",
+            "a product in a region inside a disabled one is",
+        ),
+        (
+            Loopback(policy=OpPolicy.float32("cpu")),
+            "region_computes_in_the_d",
+            "ones @ ones is torch.float32, not",
+        ),
+    ],
+)
+def test_a_failure_of_regions_hooks_or_scaler_says_what_came(backend, check_of, words):
+    """A maker whose pytest does not rewrite the kit's asserts reads "assert 4 < 4", or nothing at all."""
+    (result,) = check(backend, keyword=check_of).results
+    assert (result.outcome, words in result.message) == ("failed", True), result.message
+
+
 def test_a_skip_says_whether_the_maker_or_the_default_asked_for_it():
     """A maker who declared nothing reads that the fixtures of the device declare it, and looks for where."""
     declared = type("Declared", (Host,), {"supports_compile": False})

@@ -31,8 +31,8 @@ class AvailabilityConformance(BackendFixtures):
         """``amp backends`` shows it; a bool alone helps nobody."""
         found = self.backend.availability()
         assert isinstance(found, Availability), f"availability() returned {found!r}"
-        assert isinstance(found.usable, bool)
-        assert isinstance(found.reason, str)
+        assert isinstance(found.usable, bool), f"usable is {found.usable!r}, not a bool"
+        assert isinstance(found.reason, str), f"the reason is {found.reason!r}, not a string"
         assert len(found.reason.strip()) >= 3, f"the reason is {found.reason!r}"
 
     def test_availability_is_true_of_the_device(self) -> None:
@@ -71,10 +71,11 @@ class AvailabilityConformance(BackendFixtures):
 
     def test_backend_names_its_device_and_contract(self) -> None:
         """The registry files it under these. The word "no" counts as yes; a misspelt name as none at all."""
-        assert self.backend.device_type == self.device_type == self.device.type
+        names = self.backend.device_type, self.device_type, self.device.type
+        assert len({*names}) == 1, f"backend, fixtures and device have the device types {names}"
         version = self.backend.api_version
         assert type(version) is int, f"api_version is {version!r}, not {API_VERSION}, a literal int"
-        assert version == API_VERSION
+        assert version == API_VERSION, f"api_version is {version}, that of this amp-core {API_VERSION}"
         wrong = wrong_attribute(self.backend, read=True)
         assert not wrong, wrong
         self._judge_attributes()
@@ -108,7 +109,7 @@ class AvailabilityConformance(BackendFixtures):
         with data.device_work(self.device) as seen:
             for ask in data.queries(self.backend).values():
                 ask()
-        assert seen == []
+        assert not seen, f"a hook works on the device: {seen[0]}"
 
     def test_known_failures_name_checks_that_exist(self) -> None:
         """A mistyped name would excuse no check, or one day the wrong one."""
@@ -138,22 +139,25 @@ class DtypeConformance(BackendFixtures):
         found = self.backend.supported_dtypes()
         assert isinstance(found, tuple), f"supported_dtypes() returned {type(found).__name__}"
         assert found, "supported_dtypes() is empty"
-        assert len(set(found)) == len(found)
+        assert len(set(found)) == len(found), f"supported_dtypes() has one twice: {found}"
         assert all(isinstance(d, torch.dtype) and d.is_floating_point for d in found), found
         assert torch.float64 not in found, "autocast never casts float64"
 
     def test_default_dtype_is_supported(self) -> None:
         """A region that names no dtype would warn and be disabled."""
-        assert self.backend.default_dtype() in self.backend.supported_dtypes()
+        default, supported = self.backend.default_dtype(), self.backend.supported_dtypes()
+        assert default in supported, f"default_dtype() is {default}, supported_dtypes() is {supported}"
 
     def test_default_dtype_is_a_lower_precision(self) -> None:
         """With a default of float32, autocast would silently do nothing."""
-        assert self.backend.default_dtype().itemsize < 4
+        default = self.backend.default_dtype()
+        assert default.itemsize < 4, f"default_dtype() is {default}: return a dtype of 16 bits"
 
     def test_default_dtype_is_torchs_where_torch_has_one(self) -> None:
         """Code that moves from torch.amp must compute the same."""
         self.requires("default_dtype_is_torchs")
-        assert self.backend.default_dtype() is torch.get_autocast_dtype(self.device_type)
+        found, right = self.backend.default_dtype(), torch.get_autocast_dtype(self.device_type)
+        assert found is right, f"default_dtype() is {found}, torch's is {right}"
 
     def test_default_dtype_follows_torchs_setting(self) -> None:
         """``torch.set_autocast_dtype`` changes the default of every region."""
@@ -162,7 +166,8 @@ class DtypeConformance(BackendFixtures):
         try:
             for dtype in self.backend.supported_dtypes():
                 torch.set_autocast_dtype(self.device_type, dtype)
-                assert self.backend.default_dtype() is dtype
+                found = self.backend.default_dtype()
+                assert found is dtype, f"default_dtype() is {found} after set_autocast_dtype({dtype})"
         finally:
             torch.set_autocast_dtype(self.device_type, before)
 
@@ -180,12 +185,12 @@ class DtypeConformance(BackendFixtures):
         for dtype in supported:
             assert self.backend.autocast_refusal(dtype) is None, f"{dtype} is supported, yet refused"
         for dtype in (torch.float64, torch.int32, torch.bool):
-            assert self.backend.dtype_reason(dtype).strip()
+            assert self.backend.dtype_reason(dtype).strip(), f"dtype_reason({dtype}) is empty"
             if data.torch_admits(self.device_type, dtype):  # on CUDA, any; code that moves here must run
                 continue
             refusal = self.backend.autocast_refusal(dtype)
             assert isinstance(refusal, Refusal), f"{dtype} is not supported, yet admitted"
-            assert refusal.message.strip()
+            assert refusal.message.strip(), f"the refusal of {dtype} has no message"
             assert isinstance(refusal.error, bool), f"Refusal.error is {refusal.error!r}"
 
     def test_float32_is_admitted(self) -> None:
@@ -202,8 +207,9 @@ class PolicyConformance(BackendFixtures):
     def test_policy_is_for_the_device(self) -> None:
         """A policy for another device type cannot be put into force."""
         policy = self.backend.op_policy()
-        assert isinstance(policy, OpPolicy)
-        assert policy.device_type == self.device_type
+        assert isinstance(policy, OpPolicy), f"op_policy() returned {policy!r}"
+        found = policy.device_type
+        assert found == self.device_type, f"the op policy is for {found}, not {self.device_type}"
         assert len(policy), "the op policy is empty: autocast would do nothing"
         if self.backend.op_lists:
             assert native_rules(self.device_type), (
@@ -212,7 +218,8 @@ class PolicyConformance(BackendFixtures):
 
     def test_policy_is_stable(self) -> None:
         """Two regions must not compute differently."""
-        assert self.backend.op_policy() == self.backend.op_policy()
+        first, second = self.backend.op_policy(), self.backend.op_policy()
+        assert first == second, f"op_policy() differs from call to call in {[*first.diff(second)]}"
 
     def test_policy_has_torchs_rules_but_for_stated_departures(self) -> None:
         """An op whose rule was forgotten runs in the wrong dtype, and nobody notices."""

@@ -36,24 +36,26 @@ class RegionConformance(BackendFixtures):
     def _policy(self) -> OpPolicy:
         return self.backend.op_policy()
 
+    def _assert_product(self, dtype: torch.dtype, where: str) -> None:
+        _assert_dtype(self._ones() @ self._ones(), dtype, f"a product {where}")
+
+    def _assert_off(self, why: str) -> None:
+        assert not torch.is_autocast_enabled(self.device_type), f"the region is still on after {why}"
+
     def test_region_computes_in_the_default_dtype(self) -> None:
         """A region that names no dtype takes the backend's."""
         with self._region():
             result = self._ones() @ self._ones()
-        assert result.dtype is self.backend.default_dtype()
-        assert result.float().cpu().tolist() == [[4.0] * 4] * 4
+        _assert_fours(result, self.backend.default_dtype(), "ones @ ones")
 
     def test_region_computes_in_each_supported_dtype(self) -> None:
         """Matrix products in the dtype of the region, right on small whole numbers."""
         for dtype in self.backend.supported_dtypes():
             with self._region(dtype=dtype):
-                results = [
-                    self._ones() @ self._ones(),
-                    torch.nn.functional.linear(self._ones(), self._ones()),
-                ]
-            for result in results:
-                assert result.dtype is dtype
-                assert result.float().cpu().tolist() == [[4.0] * 4] * 4
+                product = self._ones() @ self._ones()
+                linear = torch.nn.functional.linear(self._ones(), self._ones())
+            _assert_fours(product, dtype, "ones @ ones")
+            _assert_fours(linear, dtype, "linear(ones, ones)")
 
     def test_region_of_torch_can_be_built(self) -> None:
         """``torch.utils.checkpoint`` and ``torch.compile`` build one; torch's error says what is missing."""
@@ -64,7 +66,8 @@ class RegionConformance(BackendFixtures):
         refusal = self.backend.autocast_refusal(torch.float64)
         if refusal is None and data.torch_admits(self.device_type, torch.float64):
             with self._region(dtype=torch.float64):  # as on CUDA
-                assert torch.get_autocast_dtype(self.device_type) is torch.float64
+                found = torch.get_autocast_dtype(self.device_type)
+                assert found is torch.float64, f"the region of float64 is one of {found}"
             return
         assert refusal is not None, "float64 is not supported, yet admitted"
         if refusal.error:
@@ -74,7 +77,7 @@ class RegionConformance(BackendFixtures):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             with self._region(dtype=torch.float64):
-                assert (self._ones() @ self._ones()).dtype is torch.float32
+                self._assert_product(torch.float32, "in a region of a refused dtype")
         said = [data.wording(str(warning.message)) for warning in caught]
         assert any(data.wording(refusal.message) in text for text in said), f"{refusal.message!r}: {said}"
 
@@ -118,7 +121,8 @@ class RegionConformance(BackendFixtures):
                 for op, rule in itertools.product(others, (FP32, LOWER_PRECISION_FP))
                 if not consistent(op, rule, self.device_type, make, low)
             }
-        assert not [text for text in wrong if text]
+        wrong = [text for text in wrong if text]
+        assert not wrong, "; ".join(wrong)
         assert not forgotten, f"op_lists lacks ops that the autocast kernels in C++ cast: {forgotten}"
 
     def test_region_promotes_mixed_arguments(self) -> None:
@@ -128,34 +132,35 @@ class RegionConformance(BackendFixtures):
             if self._policy().rule(op) in ("promote", "promote_types"):
                 for pair, expected in (((low, torch.float32), torch.float32), ((low, low), low)):
                     with self._region():
-                        assert call([self._ones(d) for d in pair]).dtype is expected, f"{op} of {pair}"
+                        _assert_dtype(call([self._ones(d) for d in pair]), expected, f"{op} of {pair}")
 
     def test_region_leaves_integers_and_float64_alone(self) -> None:
         """Only 16- and 32-bit floats are cast."""
         with self._region():
-            assert (self._ones(torch.int64) + 1).dtype is torch.int64
+            _assert_dtype(self._ones(torch.int64) + 1, torch.int64, "a sum of int64")
             if self.supports_float64:
                 wide = self._ones(torch.float64)
-                assert (wide @ wide).dtype is torch.float64
+                _assert_dtype(wide @ wide, torch.float64, "a product of float64")
 
     def test_regions_nest_and_restore(self) -> None:
         """An inner region, enabled or not, ends where it ends."""
         low = self.backend.default_dtype()
         with self._region():
             with self._region(enabled=False):
-                assert (self._ones() @ self._ones()).dtype is torch.float32
+                self._assert_product(torch.float32, "in a disabled region")
                 with self._region():
-                    assert (self._ones() @ self._ones()).dtype is low
-                assert (self._ones() @ self._ones()).dtype is torch.float32
-            assert (self._ones() @ self._ones()).dtype is low
-        assert (self._ones() @ self._ones()).dtype is torch.float32
+                    self._assert_product(low, "in a region inside a disabled one")
+                self._assert_product(torch.float32, "in a disabled region after an inner one")
+            self._assert_product(low, "after an inner region")
+        self._assert_product(torch.float32, "after the region")
 
     def test_region_ends_with_an_exception(self) -> None:
         """What follows an error is not in the region."""
         before = self._state()
         with pytest.raises(KeyError), self._region():
             raise KeyError("on purpose")
-        assert self._state() == before
+        now = self._state()
+        assert now == before, f"an exception left the region on (enabled, dtype, cache): {before} to {now}"
 
     def test_region_belongs_to_its_thread(self) -> None:
         """Other threads start without it, and theirs end with them."""
@@ -168,9 +173,10 @@ class RegionConformance(BackendFixtures):
 
         with self._region():
             _run_thread(other)
-        assert seen == [torch.float32, self.backend.default_dtype()]
+        right = [torch.float32, self.backend.default_dtype()]
+        assert seen == right, f"products of another thread, outside and in a region of its own: {seen}"
         _run_thread(lambda: self._region().__enter__())
-        assert not torch.is_autocast_enabled(self.device_type)
+        self._assert_off("another thread ended in it")
 
     def test_region_has_a_backward(self) -> None:
         """Gradients have the dtype of the parameters, and are right."""
@@ -178,9 +184,8 @@ class RegionConformance(BackendFixtures):
         with self._region():
             loss = (self._ones() @ weight).float().sum()
         loss.backward()  # type: ignore[no-untyped-call]
-        assert weight.grad is not None
-        assert weight.grad.dtype is torch.float32
-        assert weight.grad.cpu().tolist() == [[4.0] * 4] * 4
+        assert weight.grad is not None, "a product in a region has no gradient"
+        _assert_fours(weight.grad, torch.float32, "the gradient of a product")
 
     def test_region_as_a_decorator(self) -> None:
         """The body is in the region, the caller is not."""
@@ -189,8 +194,8 @@ class RegionConformance(BackendFixtures):
         def product() -> torch.Tensor:
             return self._ones() @ self._ones()
 
-        assert product().dtype is self.backend.default_dtype()
-        assert not torch.is_autocast_enabled(self.device_type)
+        _assert_dtype(product(), self.backend.default_dtype(), "a product of a decorated function")
+        self._assert_off("the decorated function returned")
 
     def test_region_compiles(self) -> None:
         """The traced program has the dtypes of the eager one."""
@@ -204,7 +209,7 @@ class RegionConformance(BackendFixtures):
 
         torch.compiler.reset()
         compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
-        assert compiled(self._ones()).dtype is self.backend.default_dtype()
+        _assert_dtype(compiled(self._ones()), self.backend.default_dtype(), "a product in a compiled region")
 
     def test_region_exports(self) -> None:
         """An exported program keeps the region, or a policy that it cannot keep is refused."""
@@ -223,7 +228,8 @@ class RegionConformance(BackendFixtures):
             assert self._state() == before, "the refusal left the region on"
             return
         program = torch.export.export(Product(), (self._ones(),))
-        assert program.module()(self._ones()).dtype is self.backend.default_dtype()
+        exported = program.module()(self._ones())
+        _assert_dtype(exported, self.backend.default_dtype(), "a product in an exported region")
 
     def _state(self) -> tuple[bool, torch.dtype, bool]:
         return (
@@ -264,18 +270,31 @@ class FunctionConformance(BackendFixtures):
         with autocast(self.device_type):
             result = apply(x, torch.ones(3, 3, device=self.device))
         result.float().sum().backward()
-        assert x.grad is not None
-        assert x.grad.cpu().tolist() == [[3.0] * 3] * 3
+        assert x.grad is not None, "an autograd function in a region has no gradient"
+        found = x.grad.cpu().tolist()
+        assert found == [[3.0] * 3] * 3, f"the gradient of an autograd function is {found}"
         return seen
 
     def test_custom_fwd_casts_its_inputs_and_ends_the_region(self) -> None:
         """``cast_inputs=float32``: forward and backward run in float32, without autocast."""
-        assert self._run(torch.float32) == [torch.float32, torch.float32]
+        found = self._run(torch.float32)
+        assert found == [torch.float32] * 2, f"products of forward and backward are {found}"
 
     def test_custom_bwd_runs_as_the_forward_did(self) -> None:
         """Without ``cast_inputs`` both run under autocast."""
         low = self.backend.default_dtype()
-        assert self._run(None) == [low, low]
+        found = self._run(None)
+        assert found == [low, low], f"products of forward and backward are {found}, not {low}"
+
+
+def _assert_dtype(result: torch.Tensor, dtype: torch.dtype, what: str) -> None:
+    assert result.dtype is dtype, f"{what} is {result.dtype}, not {dtype}"
+
+
+def _assert_fours(result: torch.Tensor, dtype: torch.dtype, what: str) -> None:
+    _assert_dtype(result, dtype, what)
+    values = result.float().cpu().tolist()
+    assert values == [[4.0] * 4] * 4, f"{what} in {dtype} is {values}, not 4 everywhere"
 
 
 def _run_thread(target: Any) -> None:

@@ -34,11 +34,15 @@ class ScalerConformance(BackendFixtures):
         """Return what equals `values` but for the steps by which products may be off."""
         return pytest.approx(values, rel=self.product_ulps * 2.0**-22, abs=0.0)
 
+    def _assert_weight(self, weight: torch.Tensor, values: list[float], what: str) -> None:
+        found = weight.detach().cpu().tolist()
+        assert found == self._near(values), f"the weight is {found}, not {values} ({what})"
+
     def test_scaler_is_admitted(self) -> None:
         """On a device that is there, an enabled scaler stays enabled."""
         refusal = self.backend.scaler_refusal()
         assert refusal is None, f"scaler_refusal() is {refusal}, but the device is there: return None"
-        assert self._scaler().is_enabled()
+        assert self._scaler().is_enabled(), "an enabled scaler was disabled"
 
     def test_scaler_steps_with_unscaled_gradients(self) -> None:
         """The weight moves by the true gradient, whatever the scale."""
@@ -46,7 +50,7 @@ class ScalerConformance(BackendFixtures):
         weight, optimizer = self._parameter()
         self._backward(scaler, weight, 0.25)
         _step(scaler, optimizer)
-        assert weight.detach().cpu().tolist() == self._near([0.75] * 3)
+        self._assert_weight(weight, [0.75] * 3, "1 - 0.25")
 
     def test_scaler_skips_a_step_with_inf_or_nan(self) -> None:
         """The weight stays, the scale backs off."""
@@ -56,7 +60,7 @@ class ScalerConformance(BackendFixtures):
             self._backward(scaler, weight, bad)
             _step(scaler, optimizer)
             assert weight.detach().cpu().tolist() == [1.0] * 3, f"stepped with {bad}"
-            assert scaler.get_scale() == 4.0
+            _assert_scale(scaler, 4.0, f"a gradient of {bad} at 8")
 
     def test_scaler_finds_one_bad_element_in_any_place(self) -> None:
         """One of 35 elements decides."""
@@ -67,7 +71,7 @@ class ScalerConformance(BackendFixtures):
             assert weight.grad is not None
             weight.grad[position] = math.inf
             _step(scaler, optimizer)
-            assert scaler.get_scale() == 4.0, f"missed the inf at {position}"
+            _assert_scale(scaler, 4.0, f"an inf at element {position} of 35, at 8")
 
     def test_scaler_follows_the_state_machine(self) -> None:
         """A long history of finite and skipped steps gives the scale of `next_scale`."""
@@ -78,7 +82,7 @@ class ScalerConformance(BackendFixtures):
             self._backward(scaler, weight, math.inf if bad else 0.0)
             _step(scaler, optimizer)
             state = next_scale(state, bool(bad), schedule)
-            assert scaler.get_scale() == state.scale
+            _assert_scale(scaler, state.scale, "a skipped step" if bad else "a finite step")
 
     def test_scaler_decides_per_optimizer(self) -> None:
         """One skips, the other steps; the shared scale backs off once."""
@@ -91,8 +95,9 @@ class ScalerConformance(BackendFixtures):
                 scaler.step(optimizer)
             scaler.update()
             expected = [1.0 if index == bad_one else 0.5 for index in (0, 1)]
-            assert [p.detach().cpu()[0].item() for p, _ in pairs] == self._near(expected)
-            assert scaler.get_scale() == 4.0
+            for number, ((weight, _), right) in enumerate(zip(pairs, expected, strict=True)):
+                self._assert_weight(weight, [right] * 3, f"optimizer {number}, where {bad_one} skips")
+            _assert_scale(scaler, 4.0, "one of two optimizers skipped at 8")
 
     def test_scaler_unscales_once(self) -> None:
         """`unscale_` shows the true gradient; `step` does not divide again; the stages are enforced."""
@@ -101,14 +106,15 @@ class ScalerConformance(BackendFixtures):
         self._backward(scaler, weight, 0.5)
         scaler.unscale_(optimizer)
         assert weight.grad is not None
-        assert weight.grad.cpu().tolist() == self._near([0.5] * 3)
+        found = weight.grad.cpu().tolist()
+        assert found == self._near([0.5] * 3), f"unscale_ left gradients of {found}, not 0.5"
         with pytest.raises(RuntimeError, match="already been called"):
             scaler.unscale_(optimizer)
         scaler.step(optimizer)
         with pytest.raises(RuntimeError, match="already been called"):
             scaler.step(optimizer)
         scaler.update()
-        assert weight.detach().cpu().tolist() == self._near([0.5] * 3)
+        self._assert_weight(weight, [0.5] * 3, "1 - 0.5, unscaled once")
 
     def test_scaler_clips_by_the_true_norm(self) -> None:
         """The norm is that of the unscaled gradients, and the step is clipped to it."""
@@ -117,8 +123,11 @@ class ScalerConformance(BackendFixtures):
         self._backward(scaler, weight, 2.0)
         norm = scaler.clip_grad_norm_(optimizer, 1.0)
         _step(scaler, optimizer)
-        assert float(norm) == pytest.approx(4.0, rel=max(1e-6, self.norm_rtol))
-        assert weight.detach().cpu().tolist() == pytest.approx([0.5] * 4, abs=max(1e-4, self.norm_rtol))
+        right = pytest.approx(4.0, rel=max(1e-6, self.norm_rtol))
+        assert float(norm) == right, f"the norm of four gradients of 2 is {float(norm)}, not 4"
+        found = weight.detach().cpu().tolist()
+        clipped = pytest.approx([0.5] * 4, abs=max(1e-4, self.norm_rtol))
+        assert found == clipped, f"the weights after a step clipped to the norm 1 are {found}, not 0.5"
 
     def test_scaler_state_survives_a_checkpoint(self) -> None:
         """Scale and tracker are plain numbers that another scaler continues from."""
@@ -128,14 +137,20 @@ class ScalerConformance(BackendFixtures):
             self._backward(scaler, weight, 0.0)
             _step(scaler, optimizer)
         state = scaler.state_dict()
-        assert (state["scale"], state["_growth_tracker"]) == (8.0, 2)
+        saved = state["scale"], state["_growth_tracker"]
+        assert saved == (8.0, 2), f"scale and growth tracker after two finite steps are {saved}"
         other = self._scaler(init_scale=1.0)
         other.load_state_dict(state)
         self._backward(other, weight, 0.0)
         _step(other, optimizer)
-        assert other.get_scale() == 16.0
+        _assert_scale(other, 16.0, "the third finite step, at 8 and two from a checkpoint")
 
 
 def _step(scaler: GradScaler, optimizer: torch.optim.Optimizer) -> None:
     scaler.step(optimizer)
     scaler.update()
+
+
+def _assert_scale(scaler: GradScaler, right: float, after: str) -> None:
+    found = scaler.get_scale()
+    assert found == right, f"the scale is {found}, not {right}, after {after}"
