@@ -102,8 +102,8 @@ def _details(row: dict[str, Any]) -> Iterator[str]:
     """Yield what has no room in the table."""
     yield row["reason"]
     if row["kernels_reason"]:
-        yield f"kernels: {row['kernels_reason']}"
-    if row["status"] == "available":
+        yield f"kernels: {row['kernels_reason']}" if row["kernels"] else row["kernels_reason"]
+    if row["status"] == "available" and row["kernels"]:
         yield from _formats_in_words(row)
     yield row["path"]
 

@@ -15,7 +15,6 @@ import amp_core
 from amp_core import Recipe
 from amp_core.cli import COMMANDS, main
 from amp_core.cli.tables import print_table
-from amp_core.kernels import Kernels
 from amp_core.testing import Loopback
 from amp_core.testing.fixtures import serving
 
@@ -118,21 +117,20 @@ def test_a_terminal_of_80_columns(
     assert f"cpu: kernels: {kernels.reason}\n" in out
 
 
-def test_the_reason_of_kernels_that_failed(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """The error of a plugin's kernels is nowhere, or in several lines."""
+@pytest.mark.parametrize("hook", ["kernels", "default_dtype"])
+def test_the_error_of_a_hook_that_failed(hook: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The error of a plugin's hook is nowhere, in several lines, or said of kernels that are right."""
 
-    class Broken(Loopback):
-        def kernels(self) -> Kernels:
-            raise OSError("no driver:\nlibnpu.so")
+    def fail(_: Loopback) -> None:
+        raise OSError("no driver:\nlibnpu.so")
 
-    with serving(Broken()):
+    with serving(type("Broken", (Loopback,), {hook: fail})()):
         assert main(["backends"]) == 0
     printed = capsys.readouterr().out
     line = next(line for line in printed.splitlines() if "Broken" in line)
-    assert line.startswith("cpu: kernels: BackendError: Broken.kernels()")
+    assert line.startswith(f"cpu: BackendError: Broken.{hook}()")
     assert "no driver: libnpu.so. This is a bug in that plugin" in line
+    assert "cpu: native formats: none" not in printed  # nobody has asked
 
 
 def test_brackets_in_a_title_are_text(capsys: pytest.CaptureFixture[str]) -> None:
