@@ -126,7 +126,7 @@ def _near_names(made: object) -> dict[str, str]:
     own = [cls for cls in type(made).__mro__ if cls.__module__.startswith("amp_core.")]
     known = {name for cls in own for name in vars(cls) if not name.startswith(("_", "test_"))}
     others = [name for name in dir(made) if name not in known and not name.startswith(("_", "test_"))]
-    return {name: near for name in others for near in difflib.get_close_matches(name, known, 1, 0.85)}
+    return {name: near for name in others for near in difflib.get_close_matches(name, known, 1, 0.8)}
 
 
 class DtypeConformance(BackendFixtures):

@@ -77,6 +77,15 @@ class MisspellsAHook(Loopback):
         return OpPolicy.default("cuda")
 
 
+class NamesAHookByHalf(Loopback):
+    """So the device has the rules of every device, and the maker's are asked by nobody."""
+
+    fails = ("backend_names_its_device_and_contract",)
+
+    def policy(self):
+        return self.op_policy().override({"softmax": "lower_precision_fp"})
+
+
 class MisspellsAnAttribute(Loopback):
     fails = ("backend_names_its_device_and_contract",)
     grad_bucket_bytes = 1 << 20
