@@ -36,7 +36,7 @@ class Candidate(NamedTuple):
         if not isinstance(module, ModuleType):
             raise TypeError(
                 f"the entry point must name a module with hooks, such as 'my_package.hooks', "
-                f"but {self.entry_point.value!r} is a {type(module).__name__}"
+                f"but {self.entry_point.value!r} is {_kind_of(module)}"
             )
         return module
 
@@ -54,6 +54,10 @@ class Candidate(NamedTuple):
                     f"it requires {text!r}, but amp-core {here} is installed (pip checks this unless it is "
                     f"given --no-deps). Install a version of {self.distribution} for amp-core {here}"
                 )
+
+
+def _kind_of(named: object) -> str:
+    return "a class" if isinstance(named, type) else f"a {type(named).__name__}"
 
 
 def third_party(ours: dict[str, Candidate]) -> list[Candidate]:

@@ -347,6 +347,13 @@ def test_the_precision_of_products_by_either_of_torchs_settings(given: str, chan
         assert changed or change in {given, before}
 
 
+def test_an_entry_point_that_names_a_class() -> None:
+    """Its maker reads that a backend is an ABCMeta, and not that the entry point must name a module."""
+    point = entry_points.metadata.EntryPoint("npu", "amp_core.plugin:Backend", entry_points.ENTRY_POINT_GROUP)
+    with pytest.raises(TypeError, match=r"must name a module .* but 'amp_core\.plugin:Backend' is a class"):
+        entry_points.Candidate("npu", "amp-npu", "1", point).load()
+
+
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="the system binds no threads")
 def test_openmp_may_bind_the_thread_if_its_user_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """A plugin whose import starts OpenMP is blamed for what the environment asks for, and it is undone."""
