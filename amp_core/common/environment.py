@@ -16,6 +16,7 @@ CPU_CAPABILITY = "ATEN_CPU_CAPABILITY"
 RANK = "RANK"
 C_COMPILER = "CC"
 VISIBLE_GPUS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
+OPENMP_BINDING = ("OMP_PROC_BIND", "OMP_PLACES", "KMP_AFFINITY", "GOMP_CPU_AFFINITY")
 
 _TRUE = frozenset({"1", "true", "yes", "on"})
 _FALSE = frozenset({"0", "false", "no", "off"})
@@ -104,3 +105,8 @@ def hidden_gpus() -> str:
         if text is not None and text.strip() in {"", "-1"}:
             return f"{name}={text}"
     return ""
+
+
+def openmp_binds() -> bool:
+    """Return whether a variable such as ``OMP_PROC_BIND`` tells OpenMP to bind threads to CPUs."""
+    return any(name in os.environ for name in OPENMP_BINDING)

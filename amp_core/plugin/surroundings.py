@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from amp_core.common import environment
+
 
 def _set_default_device(device: torch.device) -> None:
     torch.set_default_device(None if device.type == "cpu" else device)
@@ -57,12 +59,9 @@ _LEAST_NORMAL = sys.float_info.min
 
 def _cpus() -> set[int]:
     """Return the CPUs that may run this thread and those that it starts; none if OpenMP is told to bind."""
-    if sys.platform != "linux" or any(name in os.environ for name in _BINDING):
+    if sys.platform != "linux" or environment.openmp_binds():
         return set()
     return os.sched_getaffinity(0)
-
-
-_BINDING = ("OMP_PROC_BIND", "OMP_PLACES", "KMP_AFFINITY", "GOMP_CPU_AFFINITY")
 
 
 def _set_cpus(cpus: set[int]) -> None:

@@ -252,14 +252,10 @@ def test_a_reason_of_several_lines_is_one_line_of_the_listing(capsys: pytest.Cap
     """A driver's error of many lines tears the table apart, and the list of devices of a bug report."""
     lines = Availability(False, "no driver:\n\tlibnpu.so\n\tlibacc.so")
     backend = type("Wordy", (Right,), {"availability": lambda _: lines, "__module__": __name__})()
-    previous = replace_backend(backend)
-    try:
+    with manager().registry.serving(backend):
         assert amp_core.backends()["cpu"].reason == "no driver: libnpu.so libacc.so"
         main(["env"])
         assert "  cpu: absent; no driver: libnpu.so libacc.so; bfloat16" in capsys.readouterr().out
-    finally:
-        assert previous is not None
-        replace_backend(previous)
 
 
 @pytest.mark.parametrize(("usable", "status"), [(True, "failed"), (False, "absent")])
