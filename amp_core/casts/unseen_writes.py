@@ -12,12 +12,16 @@ from amp_core.kernels.memory import on_host, read
 
 def may_write_unseen(optimizer: Optimizer) -> bool:
     """Return whether the next step of `optimizer` may; fused steps and those of other packages do."""
-    return not is_torchs(optimizer) or bool(getattr(optimizer, "defaults", {}).get("fused"))
+    return not is_torchs(optimizer) or _is_fused(optimizer)
 
 
 def is_traced_and_seen(optimizer: Optimizer) -> bool:
     """Return whether Dynamo traces a step that changes version counters: each that is not fused."""
-    return torch.compiler.is_dynamo_compiling() and not getattr(optimizer, "defaults", {}).get("fused")
+    return torch.compiler.is_dynamo_compiling() and not _is_fused(optimizer)
+
+
+def _is_fused(optimizer: Optimizer) -> bool:
+    return any(group.get("fused") for group in optimizer.param_groups)  # each may have a setting of its own
 
 
 def is_skipped(optimizer: Optimizer) -> bool:

@@ -243,13 +243,21 @@ def test_a_fused_step_within_a_region() -> None:
     assert torch.equal(model.y, plain.y)
 
 
+def fused_sgd(model: nn.Module, *, by_group: bool) -> torch.optim.Optimizer:
+    """Return an optimizer that is fused, by its argument or by the setting of its parameter group."""
+    if by_group:
+        return torch.optim.SGD([{"params": list(model.parameters()), "fused": True}], lr=0.5)
+    return torch.optim.SGD(model.parameters(), lr=0.5, fused=True)
+
+
+@pytest.mark.parametrize("by_group", [False, True])
 @pytest.mark.parametrize("scope", [cached_casts, amp_core.master_weights])
-def test_what_runs_between_a_fused_step_and_its_end(scope: Any) -> None:
+def test_what_runs_between_a_fused_step_and_its_end(scope: Any, by_group: bool) -> None:
     """A post hook of the optimizer, or what follows a step that raised, gets the casts from before."""
 
     def outputs(scope: Any) -> list[torch.Tensor]:
         model, seen = make(), []
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.5, fused=True)
+        optimizer = fused_sgd(model, by_group=by_group)
         with scope(model):
             forward(model).float().square().sum().backward()
             optimizer.register_step_post_hook(lambda *_: seen.append(forward(model)))
@@ -264,6 +272,21 @@ def test_what_runs_between_a_fused_step_and_its_end(scope: Any) -> None:
         return seen
 
     assert all(map(torch.equal, outputs(scope), outputs(lambda _: contextlib.nullcontext())))
+
+
+@pytest.mark.parametrize("by_group", [False, True])
+def test_a_compiled_fused_step(by_group: bool) -> None:
+    """A region after the step gets the casts from before: no version counter has moved."""
+
+    def output(scope: Any) -> torch.Tensor:
+        model = make()
+        optimizer = fused_sgd(model, by_group=by_group)
+        with scope(model):
+            forward(model).float().square().sum().backward()
+            torch.compile(lambda: optimizer.step(), backend="eager")()
+            return forward(model)
+
+    assert torch.equal(output(cached_casts), output(lambda _: contextlib.nullcontext()))
 
 
 def test_a_scope_that_ends_while_a_thread_casts() -> None:

@@ -218,6 +218,14 @@ def step_another(model: nn.ParameterDict, new: float) -> None:
         torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=1.0, fused=True).step()
 
 
+def step_another_with_a_fused_group(model: nn.ParameterDict, new: float) -> None:
+    """Do the same by the setting of the parameter group."""
+    for grad, rate in ((0.0, 1.0), (-1.0, new)):
+        model["w"].grad = torch.full_like(model["w"], grad)
+        group = {"params": [model["w"]], "fused": True}
+        torch.optim.AdamW([group], lr=rate, weight_decay=1.0).step()
+
+
 def step_one_that_was_stored(model: nn.ParameterDict, new: float) -> None:
     """Write to the weight in fused steps of an optimizer that it was stored for once."""
     model["w"].grad = torch.zeros_like(model["w"])
@@ -231,7 +239,15 @@ def step_one_that_was_stored(model: nn.ParameterDict, new: float) -> None:
 
 
 @pytest.mark.parametrize(
-    "write", [load, replace_memory, write_under_a_mode, step_another, step_one_that_was_stored]
+    "write",
+    [
+        load,
+        replace_memory,
+        write_under_a_mode,
+        step_another,
+        step_another_with_a_fused_group,
+        step_one_that_was_stored,
+    ],
 )
 @pytest.mark.parametrize("storage", ["remainder", "stochastic", "kahan"])
 @pytest.mark.parametrize("new", [0.0, 1e-3])
