@@ -90,8 +90,8 @@ def around_closure(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     *,
-    before: Callable[[], None] | None = None,
-    after: Callable[[], None] | None = None,
+    before: Callable[[], object] | None = None,
+    after: Callable[[], object] | None = None,
 ) -> StepArguments:
     """Return the arguments of a step, with calls before and after each call of the closure among them."""
 
@@ -107,7 +107,10 @@ class _Closure:
     """A closure with calls around it; for the rest it is the same object, which may have methods."""
 
     def __init__(
-        self, closure: Callable[..., Any], before: Callable[[], None] | None, after: Callable[[], None] | None
+        self,
+        closure: Callable[..., Any],
+        before: Callable[[], object] | None,
+        after: Callable[[], object] | None,
     ) -> None:
         self.__wrapped__, self._before, self._after = closure, before, after
 

@@ -70,13 +70,10 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
         _here.steps.append((optimizer, None))
         return None
 
-    def leave() -> None:
-        outside.__enter__()
-
-    leave()
+    outside.__enter__()
     _here.steps.append((optimizer, outside))
     come_back = functools.partial(outside.__exit__, None, None, None)
-    return around_closure(args, kwargs, before=come_back, after=leave)
+    return around_closure(args, kwargs, before=come_back, after=outside.__enter__)
 
 
 def _end_steps(optimizer: Optimizer | None) -> None:
