@@ -144,6 +144,10 @@ def test_a_history_may_settle_on_its_own_magnitude() -> None:
     assert history.current == 3.0
     history.step()
     assert history.amax == 3.0
+    history.record(torch.tensor(2.0))
+    assert history.current == 2.0
+    history.step()
+    assert history.amax == 2.0
 
 
 def test_another_state_of_transformer_engine_is_refused() -> None:
