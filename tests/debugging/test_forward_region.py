@@ -198,6 +198,23 @@ def test_a_region_of_the_program_around_the_step_stays(region: Callable[[str], A
     assert all(seen)
 
 
+@pytest.mark.parametrize("region", [autocast, torch.autocast])
+def test_a_region_of_the_program_around_the_tool_stays(region: Callable[[str], Any]) -> None:
+    """A step that the program runs within a region is compared with one that leaves it."""
+    model, seen = nn.Linear(4, 4, bias=False), list[bool]()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.register_step_pre_hook(lambda *_: seen.append(torch.is_autocast_enabled("cpu")))
+
+    def step() -> None:
+        model(torch.ones(2, 4)).float().square().mean().backward()
+        optimizer.step()
+
+    with region("cpu"):
+        amp_core.compare(step, "cpu")
+    assert seen
+    assert all(seen)
+
+
 def test_a_step_that_raises_leaves_no_state_behind() -> None:
     """Autocast stays off, or on, after the error."""
     model = nn.Linear(4, 4)  # whose bias makes a matrix of no use
