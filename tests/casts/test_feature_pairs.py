@@ -318,6 +318,6 @@ def test_random_programs() -> None:
                 program |= chance.choice(settings)
         try:
             run(**program)
-        except BaseException as error:
-            error.add_note(f"program: {program}")
+        except BaseException:
+            print(f"program: {program}")  # noqa: T201 - pytest shows it
             raise
