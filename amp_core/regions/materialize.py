@@ -16,6 +16,7 @@ from amp_core._torch.dispatcher import Overload, autograd_key, dispatcher_name, 
 from amp_core._torch.op_kernels import has_kernel, key_set, native_kernel
 from amp_core._torch.tensors import is_dtensor
 from amp_core.common.arguments import check_dtype, check_module, device_type_of
+from amp_core.common.containers import tensors_in
 from amp_core.common.fsdp import is_sharded
 from amp_core.dispatch.activate import default_policy
 from amp_core.dispatch.casting import Runner, make_runner
@@ -114,7 +115,8 @@ def materialize(
         raise
     except Exception as error:
         raise MaterializeError(
-            f"{_place(error, model)}{type(model).__name__} cannot be one graph: {_advice(error)}"
+            f"{_place(error, model)}{type(model).__name__} cannot be one graph: "
+            f"{_advice(error, model, (args, kwargs))}"
         ) from error
     store_casts(graph_module)
     ops = {names.full_name(n.target) for n in graph_module.graph.nodes if isinstance(n.target, Overload)}
@@ -257,13 +259,19 @@ def _place(error: BaseException, model: nn.Module) -> str:
     return ""
 
 
-def _advice(error: BaseException) -> str:
+def _advice(error: BaseException, model: nn.Module, arguments: Any) -> str:
     """Return what torch.export says first, and what to do about it."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     sizes = [line[2:] for line in lines if line.startswith("- ")]
     if sizes and lines[0].startswith("Constraints violated"):
         return "\n".join(sizes) + _OTHER_SIZES
-    return (lines[0] if lines else type(error).__name__) + _OTHER_FLOW
+    advice = (lines[0] if lines else type(error).__name__) + _OTHER_FLOW
+    kinds = {type(tensor).__name__ for tensor in tensors_in(arguments)} - {"Tensor", "Parameter"}
+    if kinds:
+        advice += f" Pass plain tensors: torch may not trace subclasses, as {', '.join(sorted(kinds))}."
+    if any(type(module).__module__.startswith("transformers.") for module in model.modules()):
+        advice += " Pass use_cache=False to a language model."
+    return advice
 
 
 _OTHER_SIZES = (
@@ -272,6 +280,5 @@ _OTHER_SIZES = (
 )
 _OTHER_FLOW = (
     "\nReplace control flow on values by torch.cond or torch.where, or materialize a submodule. Arguments "
-    "and results must be tensors in plain containers: pass use_cache=False to a language model of "
-    "transformers."
+    "and results must be tensors in plain containers."
 )

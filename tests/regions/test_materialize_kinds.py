@@ -233,3 +233,43 @@ def test_a_model_whose_parameters_take_no_arguments() -> None:
     model, x = Trained().eval(), torch.ones(1, 4)
     low = materialize(model, (x,), dtype=LOW)
     assert torch.equal(low(x), in_region(model.requires_grad_(False), x))
+
+
+class Edges(Tensor):
+    """Pairs of indices, whose ops are not defined for the tensors of a trace."""
+
+    pairs: Tensor
+
+    @staticmethod
+    def __new__(cls, pairs: Tensor) -> Edges:
+        edges = Tensor._make_wrapper_subclass(cls, pairs.shape, dtype=pairs.dtype)
+        edges.pairs = pairs
+        return edges
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["pairs"], None
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner: dict[str, Tensor], *_: Any) -> Edges:
+        return cls(inner["pairs"])
+
+    @classmethod
+    def __torch_dispatch__(cls, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        plain = [a.pairs if isinstance(a, Edges) else a for a in args]
+        if any(type(a) is not Tensor for a in plain if isinstance(a, Tensor)):
+            return NotImplemented
+        return op(*plain, **kwargs or {})
+
+
+class Graph(nn.Linear):
+    def forward(self, x: Tensor, edges: Tensor) -> Tensor:
+        return super().forward(x)[edges.flatten()]
+
+
+def test_a_subclass_of_tensor_that_cannot_be_traced_is_named() -> None:
+    """The EdgeIndex of PyG is refused with advice for language models, and without its name."""
+    model, x, pairs = Graph(4, 4).eval(), torch.randn(2, 4), torch.tensor([[0, 1], [1, 0]])
+    with pytest.raises(MaterializeError, match=r"Pass plain tensors: .* as Edges\.$") as caught:
+        materialize(model, (x, Edges(pairs)), dtype=LOW)
+    assert "transformers" not in str(caught.value)
+    assert torch.equal(materialize(model, (x, pairs), dtype=LOW)(x, pairs), in_region(model, x, pairs))
