@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from amp_core.formats import Delayed, Quantization, Quantized, Recipe, quantize
     from amp_core.plugin import backends, get_backend
     from amp_core.policy import OpPolicy
+    from amp_core.regions.activation_checkpoints import checkpoint_contexts
     from amp_core.regions.custom_functions import _cast, custom_bwd, custom_fwd
     from amp_core.regions.decorator import autocast_decorator
     from amp_core.regions.disabling import disable
@@ -91,6 +92,7 @@ __all__ = [
     "autocast_decorator",
     "backends",
     "cached_casts",
+    "checkpoint_contexts",
     "compare",
     "convert_scaler_state",
     "count_lost_updates",
@@ -130,6 +132,7 @@ _NAMES = {
     "regions.plan": "PrecisionPlan",
     "regions.region": "autocast is_autocast_available",
     "regions.custom_functions": "_cast custom_bwd custom_fwd",
+    "regions.activation_checkpoints": "checkpoint_contexts",
     "regions.decorator": "autocast_decorator",
     "regions.disabling": "disable",
     "scaling.checkpoint_formats": "convert_scaler_state",

@@ -169,7 +169,7 @@ Advice AtFloor BadParameter Comparison History Hysteresis LostUpdates MasterWeig
 StepRecord StoredWeights
 """
 """Public classes that programs do not call."""
-AS_TORCH = {"backends", "disable", "is_autocast_available"}
+AS_TORCH = {"backends", "checkpoint_contexts", "disable", "is_autocast_available"}
 """Functions without an argument, and one that passes it on to torch."""
 
 

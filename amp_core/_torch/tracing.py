@@ -165,6 +165,11 @@ def calls_are_captured() -> bool:
     )
 
 
+def has_proxies() -> bool:
+    """Whether ops that run now are traced into an FX graph, as ``torch.utils.checkpoint`` asks."""
+    return _CAPTURE.complete and _dispatch_mode(_PROXY_MODE) is not None
+
+
 def is_compiling() -> bool:
     """Whether ``torch.compile`` or ``torch.export`` traces what runs now: the flag is set for all threads."""
     return torch.compiler.is_compiling() and (torch.compiler.is_dynamo_compiling() or calls_are_captured())

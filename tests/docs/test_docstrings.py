@@ -45,6 +45,7 @@ MOST_USED = [
     "autocast_decorator",
     "backends",
     "cached_casts",
+    "checkpoint_contexts",
     "compare",
     "convert_scaler_state",
     "custom_bwd",
