@@ -10,8 +10,11 @@ import torch
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from amp_core._torch.autocast import autocast_devices_enabled
+from amp_core._torch.op_kernels import POLICIES
 from amp_core._torch.tracing import has_proxies
-from amp_core.dispatch.engine import policies_in_force
+from amp_core.dispatch.activate import default_policy
+from amp_core.dispatch.engine import engine, policies_in_force
+from amp_core.plugin import get_backend
 from amp_core.regions.region import autocast
 
 
@@ -38,18 +41,21 @@ def checkpoint_contexts() -> tuple[AbstractContextManager[Any], AbstractContextM
     """
     if has_proxies():  # the graph has the casts; torch takes contexts of selective checkpoints alone
         return create_selective_checkpoint_contexts([])  # type: ignore[no-any-return,no-untyped-call]
-    policies = {device: each.policy for device, each in policies_in_force()}
-    regions = [
-        autocast(
-            device,
-            dtype=torch.get_autocast_dtype(device),
-            enabled=torch.is_autocast_enabled(device),
-            cache_enabled=torch.is_autocast_cache_enabled(),
-            policy=policies.get(device),
-        )
-        for device in dict.fromkeys([*autocast_devices_enabled(), *policies])
-    ]
-    return nullcontext(), _Regions(regions)
+    devices = dict.fromkeys([*autocast_devices_enabled(), *(device for device, _ in policies_in_force())])
+    return nullcontext(), _Regions([*map(_region_now, devices)])
+
+
+def _region_now(device_type: str) -> autocast:
+    policy = engine(device_type).policy
+    if policy is None and POLICIES.works():  # a region without a policy would keep that around the backward
+        policy = default_policy(get_backend(device_type))
+    return autocast(
+        device_type,
+        dtype=torch.get_autocast_dtype(device_type),
+        enabled=torch.is_autocast_enabled(device_type),
+        cache_enabled=torch.is_autocast_cache_enabled(),
+        policy=policy,
+    )
 
 
 class _Regions:
