@@ -115,6 +115,23 @@ def test_a_training_step_is_the_same(name: str, scope: str) -> None:
                 assert one is None or torch.equal(one, other)
 
 
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable`:FutureWarning")  # it has a new name
+@pytest.mark.parametrize("name", MODELS)
+def test_repeated_layers_keep_the_policy(name: str) -> None:
+    """Gradient checkpointing repeats layers by torch's own rules, and the gradients are others."""
+    torch.manual_seed(0)
+    make, inputs = MODELS[name]
+    model = make().train()
+    if not model.supports_gradient_checkpointing:
+        pytest.skip(f"{type(model).__name__} has no gradient checkpointing")
+    policy = OpPolicy.default("cpu").override({"linear": "recipe mxfp8", "addmm": "fp32", "silu": "fp32"})
+    region = amp_core.autocast("cpu", policy=policy)
+    wanted = results(model, inputs, region)
+    again = {"use_reentrant": False, "context_fn": amp_core.checkpoint_contexts}
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=again)
+    assert same(results(model, inputs, region), wanted)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", MODELS)
 def test_an_unmodified_model_is_not_called_faulty(name: str, dtype: torch.dtype) -> None:
