@@ -202,3 +202,19 @@ def test_a_compiled_backward_repeats_the_ops() -> None:
     )
     results(again, "rules", compiler=compiler)
     assert tanhs == [2, 2]
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_exported_models(strict: bool) -> None:
+    """torch.export refuses a model that has checkpoints with the contexts."""
+    x = torch.linspace(-1, 1, 32).view(4, 8)
+    program = torch.export.export(Stack(again), (x,), strict=strict).module()
+    assert torch.equal(program(x), Stack(directly)(x))
+
+
+def test_materialized_models() -> None:
+    """A model with checkpoints cannot be written out with the casts of its region."""
+    x = torch.linspace(-1, 1, 32).view(4, 8)
+    model = amp_core.materialize(Stack(again).eval(), (x,), policy=EXACT)
+    with exact(), torch.no_grad():
+        assert torch.equal(model(x), Stack(directly)(x))
