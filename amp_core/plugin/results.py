@@ -160,7 +160,9 @@ def _checked(name: str, method: Callable[[Any], Any]) -> Callable[[Any], Any]:
         except (BackendError, SettingError):  # a setting is its user's
             raise
         except (Exception, SystemExit) as error:  # one that exits must not end the program
-            raise BackendError(_text(self, name, f"raised {described(error).rstrip('.')}.")) from error
+            text = described(error)
+            end = "" if text.endswith((".", "?")) else "."
+            raise BackendError(_text(self, name, f"raised {text}{end}")) from error
         if result is last:
             return result
         if not accepts(result):

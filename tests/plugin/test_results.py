@@ -112,6 +112,10 @@ WRONG = {
     "a class method": ("default_dtype", classmethod(lambda _: "bf16"), "returned 'bf16', but must"),
     "too few arguments": ("default_dtype", lambda: torch.float16, "raised TypeError"),
     "an error without text": ("kernels", _mute, "raised Mute: (its text cannot be had: ValueError)"),
+    "an op that does not exist": (
+        "op_policy", lambda _: OpPolicy.default("cpu").override({"sofmax": "fp32"}),
+        "'?\nThis is a bug",
+    ),
     "another device's policy": (
         "op_policy", lambda _: OpPolicy.default("cuda"),
         "returned the policy of 'cuda'; return OpPolicy('cpu', OpPolicy.default('cuda').rules)",
