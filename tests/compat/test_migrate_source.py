@@ -82,6 +82,16 @@ REWRITES = {
         "    from torch.cuda.amp import (\n        GradScaler)\n    import torch\n"
         '    register(GradScaler), autocast("cuda")\n',
     ),
+    "comments above an import that goes": (
+        "import torch\n\n# the scaler\nfrom torch.cuda.amp import grad_scaler\n\n\n# a step\ndef f():\n"
+        "    return grad_scaler.GradScaler()\n",
+        'import torch\n\n# the scaler\n\n\n# a step\ndef f():\n    return torch.amp.GradScaler("cuda")\n',
+    ),
+    "comments above an import that goes at the end of a block": (
+        "import torch\ndef f():\n    # one\n    x = torch.cuda.amp.GradScaler()\n"
+        "    # two\n    from torch.cuda.amp import grad_scaler\n    # three\n",
+        'import torch\ndef f():\n    # one\n    x = torch.amp.GradScaler("cuda")\n    # two\n    # three\n',
+    ),
     "submodule imports": (
         "from torch.cuda.amp.autocast_mode import autocast\nfrom torch.cuda.amp.grad_scaler import GradScaler, OptState\n"
         "autocast(), GradScaler(), OptState.READY\n",

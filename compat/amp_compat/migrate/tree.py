@@ -6,8 +6,8 @@ import ast
 import re
 import warnings
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple, cast
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeGuard, cast
 
 import libcst as cst
 from libcst import matchers as m
@@ -27,17 +27,41 @@ Edit = Callable[[cst.CSTNode], Any]  # a replacement node, several nodes, or a r
 
 
 class Apply(cst.CSTTransformer):
-    """Applies edits bottom-up, so nested edits are kept."""
+    """Applies edits bottom-up, so nested edits are kept, and so are the comments above a removed line."""
 
     def __init__(self, edits: Mapping[cst.CSTNode, Edit]) -> None:
         super().__init__()
         self._edits = edits
+        self._removed: list[cst.SimpleStatementLine] = []
+        """Lines that stay until their block is left, for the comments above them."""
 
     def on_leave(self, original_node: cst.CSTNode, updated_node: cst.CSTNode) -> cst.CSTNode:  # type: ignore[override]
         """Apply the edit of a node after those of its children."""
         updated = super().on_leave(original_node, updated_node)
         edit = self._edits.get(original_node)
-        return edit(updated) if edit is not None and isinstance(updated, cst.CSTNode) else updated  # type: ignore[return-value]
+        result = edit(updated) if edit is not None and isinstance(updated, cst.CSTNode) else updated
+        if result is cst.RemovalSentinel.REMOVE and _has_comment_above(updated):
+            self._removed.append(updated)
+            return updated
+        if isinstance(result, (cst.IndentedBlock, cst.Module)) and self._removed:
+            return self._without_removed(result)
+        return result  # type: ignore[return-value]
+
+    def _without_removed(self, block: cst.IndentedBlock | cst.Module) -> cst.CSTNode:
+        """Move what is above each removed line to the next one, or to the end of the block."""
+        body: list[Any] = []
+        above: list[Any] = []
+        for line in cast("Sequence[Any]", block.body):
+            if any(line is removed for removed in self._removed):
+                above += line.leading_lines
+                continue
+            body.append(line.with_changes(leading_lines=[*above, *line.leading_lines]) if above else line)
+            above = []
+        return block.with_changes(body=body, footer=[*above, *block.footer])
+
+
+def _has_comment_above(line: object) -> TypeGuard[cst.SimpleStatementLine]:
+    return isinstance(line, cst.SimpleStatementLine) and any(each.comment for each in line.leading_lines)
 
 
 class NameWalker(cst.CSTVisitor):
