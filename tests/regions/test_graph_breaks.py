@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch._inductor.utils import fresh_cache
 import amp_core
 from amp_core.dispatch.activate import pushed
 from amp_core.kernels.scaled import ScaledProducts
+from amp_core.plugin.default_manager import manager
 
 X = torch.linspace(-1, 1, 16).reshape(4, 4)
 EXACT = amp_core.OpPolicy.default("cpu").override({"mm": "fp32"})
@@ -268,16 +270,12 @@ def test_the_backend_is_part_of_the_cache_key() -> None:
         return (x @ x).tan()
 
     recipe = amp_core.OpPolicy.default("cpu").override({"matmul": amp_core.Recipe.fp8_tensorwise()})
-    previous = None
-    try:
-        with fresh_cache(), functorch_config.patch(enable_autograd_cache=True):
-            for _ in range(2):
-                torch._dynamo.reset()
-                with amp_core.autocast("cpu", policy=recipe):
-                    assert torch.allclose(torch.compile(function)(X).float(), function(X).float(), rtol=0.02)
-                previous = previous or amp_core.plugin.replace_backend(OtherCpu())
-    finally:
-        amp_core.plugin.replace_backend(previous or amp_core.get_backend("cpu"))
+    with ExitStack() as served, fresh_cache(), functorch_config.patch(enable_autograd_cache=True):
+        for _ in range(2):
+            torch._dynamo.reset()
+            with amp_core.autocast("cpu", policy=recipe):
+                assert torch.allclose(torch.compile(function)(X).float(), function(X).float(), rtol=0.02)
+            served.enter_context(manager().registry.serving(OtherCpu()))
 
 
 @torch.library.custom_op("amp_graph_break_test::fail", mutates_args=())
