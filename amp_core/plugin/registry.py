@@ -9,6 +9,7 @@ from itertools import chain
 from typing import TypeVar
 
 from amp_core.common.arguments import ANOTHER_COPY, is_of_another_copy
+from amp_core.common.identity import WeakIdentityMapping
 from amp_core.errors import BackendConflictError, BackendLoadError
 from amp_core.plugin.interface import API_VERSION, Backend
 from amp_core.plugin.results import wrong_attribute
@@ -44,6 +45,7 @@ class Registry:
         self._backends: dict[str, tuple[Backend, Owner]] = {}
         self._fallbacks: dict[str, list[tuple[Backend, Owner]]] = {}
         self._op_lists: dict[str, Mapping[str, str]] = {}
+        self._owners = WeakIdentityMapping[Backend, Owner]()
         self._owner: Owner | None = None
 
     def add(self, backend: Backend, *, fallback: bool = False) -> None:
@@ -62,7 +64,7 @@ class Registry:
         owner = self._owner or Owner(type(backend).__module__)
         _check(backend, owner)
         if fallback:
-            backend.origin = str(owner)
+            self._own(backend, owner)
             earlier = self._fallbacks.get(backend.device_type, [])
             self._fallbacks[backend.device_type] = [*earlier, (backend, owner)]
         elif backend.device_type in self._backends:
@@ -79,15 +81,22 @@ class Registry:
             self._put(backend, owner)
 
     def replace(self, backend: Backend) -> Backend | None:
-        """Register `backend` in place of any other for its device type; return the one it replaced."""
-        owner = Owner(type(backend).__module__)
+        """Register `backend` in place of any other for its device type; return the one it replaced.
+
+        A backend that a plugin registered before stays that plugin's.
+        """
+        owner = self._owners.get(backend) or Owner(type(backend).__module__)
         _check(backend, owner)
         previous = self.get(backend.device_type)
         self._put(backend, owner)
         return previous
 
-    def _put(self, backend: Backend, owner: Owner) -> None:
+    def _own(self, backend: Backend, owner: Owner) -> None:
         backend.origin = str(owner)
+        self._owners[backend] = owner
+
+    def _put(self, backend: Backend, owner: Owner) -> None:
+        self._own(backend, owner)
         if backend.op_lists:
             self._op_lists[backend.device_type] = backend.op_lists
         self._backends[backend.device_type] = (backend, owner)  # last: other threads look here first

@@ -307,6 +307,19 @@ def test_op_lists_are_back_after_another_backend_served() -> None:
         assert registry.op_lists("hpu") == before
 
 
+def test_what_is_put_back_has_its_owner_again() -> None:
+    """`amp backends` names a module in place of the package that is to blame."""
+    registry, owner = Registry(), Owner("npu", "npu-plugin", "1.0")
+    first = Npu()
+    with registry.claimed(owner):
+        registry.add(first)
+    registry.replace(Npu())
+    assert registry["hpu"][1] == Owner(__name__)
+    registry.replace(first)
+    assert registry["hpu"][1] == owner
+    assert first.origin == "plugin 'npu' (npu-plugin 1.0)"
+
+
 def test_what_replaces_a_backend_is_checked() -> None:
     """A backend of another version of the interface is put in place, and fails in a step."""
 
