@@ -11,7 +11,7 @@ from amp_core.common.text import counted
 from amp_core.debugging.advice import Advice, FormatAdvice, LayerInFormat, SpeedAdvice
 from amp_core.debugging.capture import OP
 from amp_core.debugging.comparison import Comparison
-from amp_core.debugging.comparison_report import error_of_loss, number, reference_notes
+from amp_core.debugging.comparison_report import error_of_gradients, error_of_loss, number, reference_notes
 from amp_core.debugging.format_tables import format_tables
 from amp_core.debugging.report import content_of
 from amp_core.debugging.tables import Content, Table, as_seconds, as_share, columns
@@ -87,7 +87,7 @@ def _gain(advice: Advice, more: Mapping[str, Callable[[Comparison], str]] = Mapp
     both = [c for c in (advice.before, advice.after) if c is not None]
     measures = {
         "relative error of the loss": [*map(error_of_loss, both)],
-        "largest relative error of a parameter's gradient": [number(c.gradient_error) for c in both],
+        "largest relative error of a parameter's gradient": [*map(error_of_gradients, both)],
         "ops whose result has inf or NaN": [_not_finite(c) for c in both],
         "ops in low precision": [_low_share(c) for c in both],
     }
@@ -103,7 +103,8 @@ def _not_finite(comparison: Comparison) -> str:
 
 def _low_share(comparison: Comparison) -> str:
     ops = [d for d in comparison.at(OP) if not d.key.result]  # of an op with several, the first result
-    return as_share(sum(d.dtype == comparison.dtype for d in ops) / len(ops)) if ops else "none"
+    low = comparison.dtype if comparison.dtype.itemsize < comparison.reference_dtype.itemsize else None
+    return as_share(sum(d.dtype == low for d in ops) / len(ops)) if ops else "none"
 
 
 _SPEED_FILE = "The proposal: autocast(enabled=advice.enabled, policy=advice.policy), advice.apply(model)"

@@ -68,9 +68,14 @@ def number(value: float | None) -> str:
 
 
 def error_of_loss(comparison: Comparison) -> str:
-    """Return the relative error of the loss; ``-`` beside a reference that is not finite."""
+    """Return the relative error of the loss; ``-`` without a loss or if the reference is not finite."""
     wanted = comparison.reference_loss
-    return number(None if wanted is not None and not math.isfinite(wanted) else comparison.loss_error)
+    return number(None if wanted is None or not math.isfinite(wanted) else comparison.loss_error)
+
+
+def error_of_gradients(comparison: Comparison) -> str:
+    """Return the largest relative error of a parameter's gradient; ``-`` without one."""
+    return number(comparison.gradient_error if comparison.at(PARAMETER) else None)
 
 
 def where(difference: Difference) -> str:
@@ -96,7 +101,7 @@ def _facts(comparison: Comparison) -> dict[str, str]:
     error = error_of_loss(comparison)
     facts = {
         "loss": f"{loss}: {'no relative error' if error == '-' else f'relative error {error}'}",
-        "gradients": f"largest relative error of a parameter's {number(comparison.gradient_error)}",
+        "gradients": f"largest relative error of a parameter's {error_of_gradients(comparison)}",
         "first inf or NaN": _first_not_finite(comparison),
         "cause": cause,
         "worst underflow": _worst_underflow(comparison),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from torch import nn
@@ -99,6 +101,20 @@ def test_a_step_without_a_backward_pass():
     advice = amp_core.advise(lambda: model(x).sum().item(), "cpu", dtype=FP16)
     assert advice.init_scale is None
     assert "init_scale    not sought, as there is no backward pass" in str(advice)
+
+
+def test_what_was_not_compared_has_no_error():
+    """A step without a loss seems exact, and one in float32 seems to run in low precision."""
+    model, x = nn.Linear(8, 8), torch.randn(4, 8)
+
+    def backward():
+        model(x).square().mean().backward()
+
+    low, high = (str(amp_core.advise(backward, "cpu", dtype=d)) for d in (torch.bfloat16, torch.float32))
+    assert re.search(r"relative error of the loss +- +-\n", low)
+    assert re.search(r"ops in low precision +0 % +0 %", high)
+    forward = str(amp_core.advise(lambda: model(x).sum().detach(), "cpu"))
+    assert re.search(r"largest relative error of a parameter's gradient +- +-\n", forward)
 
 
 def test_an_underflow_that_changes_no_gradient_is_no_fault():
